@@ -1,0 +1,106 @@
+"""The one frozen configuration of the layer; every limit that needs no shapes is checked here."""
+
+import dataclasses
+import math
+import os
+
+DEFAULT_TIMEOUT_SECONDS = 20.0
+TIMEOUT_VARIABLE = "MOK_TIMEOUT"
+
+
+@dataclasses.dataclass(frozen=True)
+class MoKConfig:
+    """How `moe` computes: nothing here changes what it computes, except `swiglu_limit`.
+
+    Attributes:
+      swiglu_limit: None, or a finite float >= 0. The gate is clamped to at most this value and the
+        up projection to [-limit, limit]; the gradient is zero where a value lies outside.
+      row_tile: rows of one tile, a multiple of 8; each expert's rows are padded to it. None takes
+        the implementation's own (host: 128).
+      minibatch: rows that become ready for the expert FFN at a time, a multiple of the row tile.
+        None: two waves of tiles.
+      macrobatch: rows that the ring buffer holds, a multiple of the minibatch. Memory is bounded by
+        it whatever the routing; rows beyond it are recomputed in the backward pass. None: all rows
+        on one rank, the balanced load plus a quarter on several.
+      save_context: keep the first macrobatch's activations for the backward pass; False recomputes
+        them there.
+      virtual_ranks: >= 1. Split one device into this many ranks of the expert axis, which exchange
+        rows as real ranks do; tokens and experts must be divisible by it.
+      num_threads: the most threads that "host" uses for one call, None for all of XLA's pool.
+      timeout: seconds > 0 that "host" waits for all ranks of a call to arrive before it reports the
+        missing ones. None: the environment variable MOK_TIMEOUT, else 20.
+      random_order: None, or a seed in [0, 2**31): a test mode of "host" that runs its tasks in
+        random order, driven by the readiness counters alone, over a ring filled with NaN.
+
+    Raises:
+      TypeError: a field of another type.
+      ValueError: a field out of range.
+    """
+
+    swiglu_limit: float | None = None
+    row_tile: int | None = None
+    minibatch: int | None = None
+    macrobatch: int | None = None
+    save_context: bool = True
+    virtual_ranks: int = 1
+    num_threads: int | None = None
+    timeout: float | None = None
+    random_order: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_number("swiglu_limit", self.swiglu_limit, "a finite number >= 0 or None", lambda v: v >= 0)
+        _check_number("timeout", self.timeout, "a finite number of seconds > 0 or None", lambda v: v > 0)
+        for name in ("row_tile", "minibatch", "macrobatch", "num_threads"):
+            _check_integer(name, getattr(self, name), "an integer >= 1 or None", lambda v: v >= 1)
+        _check_integer("random_order", self.random_order, "an integer in [0, 2**31) or None", lambda v: 0 <= v < 2**31)
+        if self.virtual_ranks is None:
+            raise TypeError("MoKConfig: virtual_ranks must be an integer >= 1, got None")
+        _check_integer("virtual_ranks", self.virtual_ranks, "an integer >= 1", lambda v: v >= 1)
+        if not isinstance(self.save_context, bool):
+            raise TypeError(f"MoKConfig: save_context must be True or False, got {self.save_context!r}")
+        if self.row_tile is not None and self.row_tile % 8:
+            raise ValueError(f"MoKConfig: row_tile must be a multiple of 8, got {self.row_tile}")
+        check_multiple("minibatch", self.minibatch, "row_tile", self.row_tile)
+        check_multiple("macrobatch", self.macrobatch, "minibatch", self.minibatch)
+
+    def timeout_seconds(self) -> float:
+        """The time limit in force: the field, else the environment variable, else 20 s."""
+        if self.timeout is not None:
+            return float(self.timeout)
+        text = os.environ.get(TIMEOUT_VARIABLE)
+        if not text:
+            return DEFAULT_TIMEOUT_SECONDS
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{TIMEOUT_VARIABLE} must be a number of seconds > 0, got {text!r}; unset it for 20")
+        return value
+
+
+def check_multiple(name: str, value: int | None, of_name: str, of: int | None) -> None:
+    """Raises ValueError where both are given and `value` is no multiple of `of`."""
+    if value is not None and of is not None and value % of:
+        raise ValueError(
+            f"MoKConfig: {name} must be a multiple of {of_name}, got {name}={value} and {of_name}={of}; "
+            f"use {name}={-(-value // of) * of}"
+        )
+
+
+def _check_number(name, value, requirement, holds):
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"MoKConfig: {name} must be {requirement}, got {value!r}")
+    if not (math.isfinite(value) and holds(value)):
+        raise ValueError(f"MoKConfig: {name} must be {requirement}, got {value!r}")
+
+
+def _check_integer(name, value, requirement, holds):
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"MoKConfig: {name} must be {requirement}, got {value!r}")
+    if not holds(value):
+        raise ValueError(f"MoKConfig: {name} must be {requirement}, got {value!r}")

@@ -1,0 +1,419 @@
+"""moe(): checks, choice of the implementation, sharding over the mesh.
+
+Called by the modules and by users. Everything below `_moe` may assume checked arguments.
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mok_jax import ops
+from mok_jax.config import MoKConfig
+from mok_jax.reference import accumulation_dtype, moe_reference
+from mok_jax.xla import moe_xla
+
+IMPLEMENTATIONS = ("host", "xla", "reference")  # best first
+
+logger = logging.getLogger("mok_jax")
+
+Weights = tuple[jax.Array, jax.Array, jax.Array]
+
+save_moe_residuals = jax.checkpoint_policies.save_only_these_names(
+    "mok_ids", "mok_weights", "mok_schedule", "mok_context", "mok_out"
+)
+"""A `jax.checkpoint` policy that saves what keeps the layer's call and its routing from running twice."""
+
+
+def moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    router_weights: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    shared: Weights | None = None,
+    implementation: str | None = None,
+    config: MoKConfig = MoKConfig(),
+    mesh: Mesh | AbstractMesh | None = None,
+    expert_axis: str = "expert",
+    token_axes: tuple[str, ...] | None = None,
+) -> jax.Array:
+    """Mixture-of-experts feed-forward: y[t] = sum_k w[t,k] FFN_{ids[t,k]}(x[t]) + FFN_shared(x[t]).
+
+    Each expert is FFN(x) = (silu(x Wg) * (x Wu)) Wd. Sums are float32 (float64 for float64), each
+    output is rounded once, and the same inputs give the same bits. Differentiable in x,
+    router_weights and every weight.
+
+    Args:
+      x: float32, float64 or bfloat16 [tokens, hidden].
+      expert_ids: int32 [tokens, top_k]. An id outside [0, experts), by convention -1, means no
+        expert: it costs and contributes nothing. The same id twice in a row counts twice.
+      router_weights: float32 (float64 with a float64 x) [tokens, top_k].
+      w_gate: x's dtype, or float32 under a bfloat16 x [experts, hidden, intermediate]. Its gradient
+        has its own dtype and is rounded once, from the accumulator.
+      w_up: as `w_gate`.
+      w_down: likewise [experts, intermediate, hidden].
+      shared: None, or the shared expert (w_gate, w_up, w_down) without the leading axis and with an
+        intermediate width of its own.
+      implementation: "host" (C++ on the CPU devices of one process), "xla" (plain JAX, any backend),
+        "reference" (plain jnp, the definition), or None for the best that the devices allow.
+      config: see `MoKConfig`.
+      mesh: the mesh to run over; None takes the ambient one (`jax.set_mesh`), else the one the
+        arguments are sharded over, else one device. Inside a `shard_map` the arguments are this
+        device's shards along its manual axes, and only the other axes are sharded here.
+      expert_axis: the mesh axis over which the experts are split; a mesh without it has one rank.
+      token_axes: the mesh axes over which the tokens are split; None for all. Over the others the
+        work is replicated. It must contain `expert_axis` where the mesh has it.
+
+    Returns:
+      y, x.dtype [tokens, hidden], sharded as x is.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: a wrong rank, size, name or mesh.
+      NotImplementedError: `vmap` across ranks; second derivatives of "host".
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mok_jax
+      >>> keys = jax.random.split(jax.random.key(0), 5)
+      >>> x = jax.random.normal(keys[0], (8, 16))
+      >>> scores = jax.nn.softmax(jax.random.normal(keys[1], (8, 4)))
+      >>> router_weights, expert_ids = jax.lax.top_k(scores, 2)
+      >>> w_gate, w_up = jax.random.normal(keys[2], (2, 4, 16, 32)) / 4
+      >>> w_down = jax.random.normal(keys[3], (4, 32, 16)) / 6
+      >>> mok_jax.moe(x, expert_ids, router_weights, w_gate, w_up, w_down).shape
+      (8, 16)
+
+    Source: the computation is the MoE layer of Cursor's Mixture-of-Kittens (PyTorch).
+    """
+    arguments = dict(x=x, expert_ids=expert_ids, router_weights=router_weights, w_gate=w_gate, w_up=w_up, w_down=w_down)
+    if shared is not None:
+        if not isinstance(shared, (tuple, list)) or len(shared) != 3:
+            raise TypeError(f"moe: shared must be a tuple (w_gate, w_up, w_down) or None, got {_describe(shared)}")
+        arguments |= {f"shared {name}": w for name, w in zip(("w_gate", "w_up", "w_down"), shared, strict=True)}
+    if not isinstance(config, MoKConfig):
+        raise TypeError(f"moe: config must be a MoKConfig, got {_describe(config)}")
+    arrays = {name: _as_array(name, value) for name, value in arguments.items()}
+    layout = _layout(mesh, list(arrays.values()), expert_axis, token_axes)
+    _check_arguments(arrays, layout, config)
+    chosen = choose_implementation(implementation, layout.mesh)
+    x, ids, weights, *experts = list(arrays.values())
+    call = _Call(chosen, config, layout)
+    if chosen == "host":
+        ops.check(call.dims(x, ids, experts))
+    return _moe(call, x, ids, weights, tuple(experts[:3]), tuple(experts[3:]) or None)
+
+
+# ---- the mesh ----
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Where tokens and experts lie. `wrapped` are the axes that `moe` itself makes manual."""
+
+    mesh: Mesh | AbstractMesh | None
+    expert_axis: str | None  # None: one rank
+    token_axes: tuple[str, ...]
+    wrapped: tuple[str, ...]
+    ambient: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.expert_axis is None else self.mesh.shape[self.expert_axis]
+
+    @property
+    def expert_shards(self) -> int:
+        """Shards of the experts that the caller's arrays still hold together."""
+        return self.ranks if self.expert_axis in self.wrapped else 1
+
+    @property
+    def token_shards(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.wrapped_token_axes)
+
+    @property
+    def wrapped_token_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.token_axes if axis in self.wrapped)
+
+
+def _layout(mesh, arrays, expert_axis, token_axes) -> _Layout:
+    if not isinstance(expert_axis, str):
+        raise TypeError(f"moe: expert_axis must be the name of a mesh axis, got {_describe(expert_axis)}")
+    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(f"moe: mesh must be a jax.sharding.Mesh or None, got {_describe(mesh)}")
+    ambient = jax.sharding.get_abstract_mesh()
+    if mesh is None:
+        meshes = [ambient, *(jax.typeof(a).sharding.mesh for a in arrays)]
+        mesh = next((m for m in meshes if not m.empty), None)
+    elif not ambient.empty:
+        if ambient.shape_tuple != mesh.shape_tuple:
+            raise ValueError(
+                f"moe: mesh must be the ambient one, got {dict(mesh.shape)} under jax.set_mesh of {dict(ambient.shape)}; "
+                "leave mesh out or call outside that context"
+            )
+        mesh = ambient  # it knows which axes are manual here
+    names = () if mesh is None else mesh.axis_names
+    if token_axes is not None:
+        if isinstance(token_axes, str):
+            token_axes = (token_axes,)
+        token_axes = tuple(token_axes)
+        unknown = [axis for axis in token_axes if axis not in names]
+        if unknown:
+            raise ValueError(f"moe: token_axes must name axes of the mesh {tuple(names)}, got {unknown[0]!r}")
+        if expert_axis in names and expert_axis not in token_axes:
+            raise ValueError(
+                f"moe: token_axes must contain the expert axis {expert_axis!r}, got {token_axes}; "
+                "add it: the layer splits tokens over it whatever sharding x has"
+            )
+    if mesh is None:
+        return _Layout(None, None, (), ())
+    # In mesh order whatever the caller's: the order must not change the layout.
+    token_axes = tuple(axis for axis in names if token_axes is None or axis in token_axes)
+    wrapped = tuple(
+        axis for axis, kind in zip(names, mesh.axis_types, strict=True) if kind != AxisType.Manual
+    )
+    return _Layout(mesh, expert_axis if expert_axis in names else None, token_axes, wrapped, mesh is ambient)
+
+
+# ---- checks ----
+
+
+def _check_arguments(arrays: dict[str, Any], layout: _Layout, config: MoKConfig) -> None:
+    x = arrays["x"]
+    name = x.dtype.name
+    if name not in ("float32", "float64", "bfloat16"):
+        raise TypeError(f"moe: x must be float32, float64 or bfloat16 [tokens, hidden], got {_show(x)}; cast x")
+    wide = accumulation_dtype(x.dtype).dtype.name
+    weight_dtypes = (name, "float32") if name == "bfloat16" else (name,)
+    _check("x", x, (name,), ("tokens", "hidden"))
+    tokens, hidden = x.shape
+    _check("expert_ids", arrays["expert_ids"], ("int32",), ("tokens", "top_k"), tokens=tokens)
+    top_k = arrays["expert_ids"].shape[1]
+    _check("router_weights", arrays["router_weights"], (wide,), ("tokens", "top_k"), tokens=tokens, top_k=top_k)
+    _check("w_gate", arrays["w_gate"], weight_dtypes, ("experts", "hidden", "intermediate"), hidden=hidden)
+    experts, _, width = arrays["w_gate"].shape
+    sizes = dict(experts=experts, hidden=hidden, intermediate=width)
+    _check("w_up", arrays["w_up"], weight_dtypes, ("experts", "hidden", "intermediate"), **sizes)
+    _check("w_down", arrays["w_down"], weight_dtypes, ("experts", "intermediate", "hidden"), **sizes)
+    if "shared w_gate" in arrays:
+        _check("shared w_gate", arrays["shared w_gate"], weight_dtypes, ("hidden", "intermediate"), hidden=hidden)
+        sizes = dict(hidden=hidden, intermediate=arrays["shared w_gate"].shape[1])
+        _check("shared w_up", arrays["shared w_up"], weight_dtypes, ("hidden", "intermediate"), **sizes)
+        _check("shared w_down", arrays["shared w_down"], weight_dtypes, ("intermediate", "hidden"), **sizes)
+
+    if layout.mesh is not None and tokens % layout.token_shards:
+        raise ValueError(
+            f"moe: tokens must be divisible by the mesh axes {layout.wrapped_token_axes} of size {layout.token_shards}, "
+            f"got x {_show(x)}; pad x with rows whose ids are -1, or name fewer token_axes"
+        )
+    if experts % layout.expert_shards:
+        raise ValueError(
+            f"moe: experts must be divisible by the expert axis {layout.expert_axis!r} of size {layout.ranks}, "
+            f"got w_gate {_show(arrays['w_gate'])}; change the mesh or the number of experts"
+        )
+    virtual = config.virtual_ranks
+    if virtual > 1:
+        if layout.ranks > 1:
+            raise ValueError(
+                f"moe: virtual_ranks must be 1 where the expert axis has {layout.ranks} ranks, got {virtual}; "
+                "virtual ranks split one device"
+            )
+        local_tokens = tokens // (layout.token_shards if layout.mesh is not None else 1)
+        if local_tokens % virtual or experts % virtual:
+            raise ValueError(
+                f"moe: tokens and experts must be divisible by virtual_ranks={virtual}, "
+                f"got {local_tokens} tokens and {experts} experts on a device"
+            )
+
+
+def _check(name: str, array, dtypes: tuple[str, ...], axes: tuple[str, ...], **sizes: int) -> None:
+    """One array's dtype, rank and sizes, with one message for each."""
+    wanted = ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes)
+    requirement = f"moe: {name} must be {' or '.join(dtypes)}[{wanted}], got {_show(array)}"
+    if array.dtype.name not in dtypes:
+        raise TypeError(f"{requirement}; cast it to {dtypes[0]}")
+    if len(array.shape) != len(axes):
+        raise ValueError(f"{requirement}; it has {len(array.shape)} axes, not {len(axes)}")
+    for axis, size in zip(axes, array.shape, strict=True):
+        if size != sizes.get(axis, size):
+            raise ValueError(f"{requirement}; its {axis} differs")
+        if size == 0 and axis != "tokens":
+            raise ValueError(f"{requirement}; its {axis} must be at least 1")
+
+
+def _as_array(name, value):
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(f"moe: {name} must be an array, got {_describe(value)}")
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def _show(array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"
+
+
+def _describe(value) -> str:
+    return _show(value) if hasattr(value, "shape") and hasattr(value, "dtype") else f"{type(value).__name__} {value!r}"
+
+
+# ---- choice ----
+
+
+def choose_implementation(implementation: str | None = None, mesh: Mesh | AbstractMesh | None = None) -> str:
+    """The implementation that `moe` runs on these devices; a named one is returned or refused.
+
+    Args:
+      implementation: a name, or None for the best that the devices allow.
+      mesh: the mesh of the call; None for `jax_default_device`, else the default backend.
+
+    Raises:
+      TypeError, ValueError: an unknown name, or one that the devices do not allow.
+    """
+    if implementation is not None and not isinstance(implementation, str):
+        raise TypeError(f"moe: implementation must be one of {IMPLEMENTATIONS} or None, got {_describe(implementation)}")
+    if implementation is not None:
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"moe: implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
+        reason = why_not(implementation, mesh)
+        if reason is not None:
+            raise ValueError(f'moe: implementation "{implementation}" cannot run here: {reason}; use None or "xla"')
+        return implementation
+    refused = []
+    for name in IMPLEMENTATIONS:
+        reason = why_not(name, mesh)
+        if reason is None:
+            logger.debug("moe runs %r%s", name, "".join(f"; {other}: {why}" for other, why in refused))
+            return name
+        refused.append((name, reason))
+    raise AssertionError("unreachable: reference runs anywhere")
+
+
+def why_not(implementation: str, mesh: Mesh | AbstractMesh | None = None) -> str | None:
+    """Why an implementation cannot run on the devices of `mesh`, or None where it can."""
+    if implementation != "host":
+        return None
+    platform, processes = _platform(mesh)
+    if platform != "cpu":
+        return f"it needs CPU devices, these are {platform}"
+    if processes > 1:
+        return f"it needs all devices in one process, these are in {processes}"
+    return None
+
+
+def _platform(mesh) -> tuple[str, int]:
+    if isinstance(mesh, Mesh):
+        devices = mesh.devices.flat
+        return devices[0].platform, len({device.process_index for device in devices})
+    if mesh is not None and mesh.abstract_device is not None:
+        return mesh.abstract_device.platform, jax.process_count()
+    default = jax.config.jax_default_device
+    if default is None:
+        return jax.default_backend(), 1
+    return getattr(default, "platform", default), 1
+
+
+# ---- the call ----
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    implementation: str
+    config: MoKConfig
+    layout: _Layout
+
+    def dims(self, x, ids, experts) -> ops.Dims:
+        """The sizes on one rank, from the caller's arrays."""
+        shards = self.layout.token_shards if self.layout.mesh is not None else 1
+        return ops.Dims.make(
+            tokens=x.shape[0] // shards,
+            hidden=x.shape[1],
+            intermediate=experts[0].shape[2],
+            shared_intermediate=experts[3].shape[1] if len(experts) > 3 else 0,
+            local_experts=experts[0].shape[0] // self.layout.expert_shards,
+            ranks=self.layout.ranks,
+            top_k=ids.shape[1],
+            dtype=x.dtype,
+            config=self.config,
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _moe(call: _Call, x, ids, weights, experts: Weights, shared: Weights | None):
+    """Runs `_local` on every device: jitted, so that an eager call compiles once as a whole."""
+    layout = call.layout
+    if not layout.wrapped:
+        return _local(call, x, ids, weights, experts, shared)
+    tokens = P(layout.wrapped_token_axes or None)
+    by_expert = P(layout.expert_axis) if layout.expert_axis in layout.wrapped else P()
+    specs = (tokens, tokens, tokens, (by_expert,) * 3, None if shared is None else (P(),) * 3)
+    arguments = (x, ids, weights, experts, shared)
+    sharding_of_x = jax.typeof(x).sharding
+    explicit = [
+        axis for axis, kind in zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True) if kind == AxisType.Explicit
+    ]
+    if explicit:
+        arguments = jax.tree.map(functools.partial(_reshard, layout, explicit), arguments, specs)
+    run = jax.shard_map(
+        functools.partial(_local, call),
+        mesh=None if layout.ambient else layout.mesh,
+        in_specs=specs,
+        out_specs=tokens,
+        axis_names=set(layout.wrapped),
+    )
+    y = run(*arguments)
+    if explicit:
+        y = jax.sharding.reshard(y, NamedSharding(jax.typeof(y).sharding.mesh, sharding_of_x.spec))
+    return y
+
+
+def _reshard(layout: _Layout, explicit, value, spec):
+    names = [tuple(a for a in (part if isinstance(part, tuple) else (part,)) if a in explicit) for part in spec if part]
+    return jax.sharding.reshard(value, NamedSharding(layout.mesh, P(*(part or None for part in names))))
+
+
+def _local(call: _Call, x, ids, weights, experts: Weights, shared: Weights | None):
+    """One device's share; every mesh axis is manual here."""
+    ids = checkpoint_name(ids, "mok_ids")
+    weights = checkpoint_name(weights, "mok_weights")
+    # One type for all: a replicated weight becomes varying here, outside the custom_vjp, so that the
+    # transpose of this cast sums its gradient over the axes it is replicated on, exactly once.
+    x, ids, weights, experts, shared = _vary_alike((x, ids, weights, experts, shared))
+    expert_axis = call.layout.expert_axis if call.layout.ranks > 1 else None
+    if call.implementation == "host":
+        dims = ops.Dims.make_local(x, ids, experts, shared, call.layout.ranks, call.config)
+        return ops.moe_host(dims, _place(call.layout), x, ids, weights, experts, shared)
+    if call.implementation == "xla":
+        return moe_xla(x, ids, weights, experts, shared, call.config.swiglu_limit, expert_axis)
+    if expert_axis is not None:
+        experts = jax.tree.map(lambda w: lax.all_gather(w, expert_axis, tiled=True), experts)
+    return moe_reference(x, ids, weights, *experts, shared, call.config.swiglu_limit)
+
+
+def _vary_alike(arrays):
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)))
+
+    def vary(array):
+        missing = axes - jax.typeof(array).manual_axis_type.varying
+        return lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+
+    return jax.tree.map(vary, arrays)
+
+
+def _place(layout: _Layout):
+    """int32 [2]: this device's rank on the expert axis, and the number of its group over all other axes."""
+    rank = group = jnp.int32(0)
+    if layout.mesh is not None:
+        for axis in layout.mesh.axis_names:
+            if axis == layout.expert_axis:
+                rank = lax.axis_index(axis)
+            else:
+                group = group * layout.mesh.shape[axis] + lax.axis_index(axis)
+    return jnp.stack([rank, group]).astype(jnp.int32)
