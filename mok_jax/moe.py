@@ -108,10 +108,11 @@ def moe(
     _check_arguments(arrays, layout, config)
     chosen = choose_implementation(implementation, layout.mesh)
     x, ids, weights, *experts = list(arrays.values())
+    experts, shared = tuple(experts[:3]), tuple(experts[3:]) or None
     call = _Call(chosen, config, layout)
     if chosen == "host":
-        ops.check(call.dims(x, ids, experts))
-    return _moe(call, x, ids, weights, tuple(experts[:3]), tuple(experts[3:]) or None)
+        call.dims(x, ids, experts, shared, layout.token_shards, layout.expert_shards).check()
+    return _moe(call, x, ids, weights, experts, shared)
 
 
 # ---- the mesh ----
@@ -138,7 +139,7 @@ class _Layout:
 
     @property
     def token_shards(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self.wrapped_token_axes)
+        return math.prod(self.mesh.shape[axis] for axis in self.wrapped_token_axes)  # 1 without a mesh
 
     @property
     def wrapped_token_axes(self) -> tuple[str, ...]:
@@ -210,7 +211,7 @@ def _check_arguments(arrays: dict[str, Any], layout: _Layout, config: MoKConfig)
         _check("shared w_up", arrays["shared w_up"], weight_dtypes, ("hidden", "intermediate"), **sizes)
         _check("shared w_down", arrays["shared w_down"], weight_dtypes, ("intermediate", "hidden"), **sizes)
 
-    if layout.mesh is not None and tokens % layout.token_shards:
+    if tokens % layout.token_shards:
         raise ValueError(
             f"moe: tokens must be divisible by the mesh axes {layout.wrapped_token_axes} of size {layout.token_shards}, "
             f"got x {_show(x)}; pad x with rows whose ids are -1, or name fewer token_axes"
@@ -227,7 +228,7 @@ def _check_arguments(arrays: dict[str, Any], layout: _Layout, config: MoKConfig)
                 f"moe: virtual_ranks must be 1 where the expert axis has {layout.ranks} ranks, got {virtual}; "
                 "virtual ranks split one device"
             )
-        local_tokens = tokens // (layout.token_shards if layout.mesh is not None else 1)
+        local_tokens = tokens // layout.token_shards
         if local_tokens % virtual or experts % virtual:
             raise ValueError(
                 f"moe: tokens and experts must be divisible by virtual_ranks={virtual}, "
@@ -329,15 +330,14 @@ class _Call:
     config: MoKConfig
     layout: _Layout
 
-    def dims(self, x, ids, experts) -> ops.Dims:
-        """The sizes on one rank, from the caller's arrays."""
-        shards = self.layout.token_shards if self.layout.mesh is not None else 1
-        return ops.Dims.make(
+    def dims(self, x, ids, experts, shared, shards: int = 1, expert_shards: int = 1) -> ops.Dims:
+        """The sizes on one rank, from arrays that hold so many token and expert shards."""
+        return ops.Dims(
             tokens=x.shape[0] // shards,
             hidden=x.shape[1],
             intermediate=experts[0].shape[2],
-            shared_intermediate=experts[3].shape[1] if len(experts) > 3 else 0,
-            local_experts=experts[0].shape[0] // self.layout.expert_shards,
+            shared_intermediate=0 if shared is None else shared[0].shape[1],
+            local_experts=experts[0].shape[0] // expert_shards,
             ranks=self.layout.ranks,
             top_k=ids.shape[1],
             dtype=x.dtype,
@@ -388,7 +388,7 @@ def _local(call: _Call, x, ids, weights, experts: Weights, shared: Weights | Non
     x, ids, weights, experts, shared = _vary_alike((x, ids, weights, experts, shared))
     expert_axis = call.layout.expert_axis if call.layout.ranks > 1 else None
     if call.implementation == "host":
-        dims = ops.Dims.make_local(x, ids, experts, shared, call.layout.ranks, call.config)
+        dims = call.dims(x, ids, experts, shared)
         return ops.moe_host(dims, _place(call.layout), x, ids, weights, experts, shared)
     if call.implementation == "xla":
         return moe_xla(x, ids, weights, experts, shared, call.config.swiglu_limit, expert_axis)

@@ -1,8 +1,318 @@
-"""TEMPORARY stub: the C++ side is being built."""
+"""The only caller of jax.ffi: the "host" implementation as one differentiable call on one device.
+
+Called by moe.py inside a fully manual region. Importing it loads the extension module for this CPU and
+registers its targets.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+
+from mok_jax.config import MoKConfig, check_multiple
+from mok_jax.reference import accumulation_dtype
+
+TARGETS = ("mok_forward", "mok_backward")
+"""The FFI targets, for `jax.export.DisabledSafetyCheck.custom_call`."""
+
+
+def _load():
+    """The module built for the highest x86-64 level this CPU has; registers its targets."""
+    base = importlib.import_module("mok_jax._host_v2")
+    built, running = base.JAXLIB_VERSION, jaxlib.__version__
+    if _version(running) < _version(built):
+        raise ImportError(
+            f"mok_jax was built for jaxlib {built} or newer, but jaxlib {running} is installed; upgrade jax and jaxlib"
+        )
+    for level in ("v4", "v3"):
+        if base.cpu_has(f"x86-64-{level}"):
+            base = importlib.import_module(f"mok_jax._host_{level}")
+            break
+    for name, target in base.targets().items():
+        jax.ffi.register_ffi_target(name, target, platform="cpu")
+    return base
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+_host: Any = _load()
+
+
+def describe() -> dict[str, str]:
+    """What `python -m mok_jax` says of the extension module."""
+    return {"FFI headers": f"jaxlib {_host.JAXLIB_VERSION}", "instruction set": _host.CPU_LEVEL}
+
+
+@dataclasses.dataclass(frozen=True)
 class Dims:
-    @staticmethod
-    def make(**k): return None
-    @staticmethod
-    def make_local(*a): return None
-def check(d): pass
-def moe_host(*a): raise NotImplementedError("host is not built yet; use implementation='xla' for now")
+    """Sizes of one call on one device. `ranks` counts real ones, `config.virtual_ranks` those within."""
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    shared_intermediate: int
+    local_experts: int
+    ranks: int
+    top_k: int
+    dtype: np.dtype
+    config: MoKConfig
+
+    def plan(self):
+        """The sizes of one (virtual) rank as the extension module computes them.
+
+        Raises:
+          ValueError: rows beyond int32, or tile sizes that are no multiples of each other.
+        """
+        config, copies = self.config, self.config.virtual_ranks
+        routes = self.ranks * self.tokens * self.top_k
+        if routes >= 2**31:
+            raise ValueError(
+                f"moe: ranks * tokens * top_k must be less than 2**31, got {self.ranks} * {self.tokens} * {self.top_k}; "
+                "split the tokens over several calls"
+            )
+        row_tile = config.row_tile or _host.ROW_TILE
+        check_multiple("minibatch", config.minibatch, "the row tile", row_tile)
+        check_multiple("macrobatch", config.macrobatch, "the row tile", row_tile)
+        return _host.Dims(
+            tokens=self.tokens // copies,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            shared_intermediate=self.shared_intermediate,
+            local_experts=self.local_experts // copies,
+            ranks=self.ranks * copies,
+            top_k=self.top_k,
+            row_tile=row_tile,
+            minibatch=config.minibatch or 0,
+            macrobatch=config.macrobatch or 0,
+        )
+
+    def check(self) -> None:
+        """Raises now what the call would raise when it is traced."""
+        self.plan()
+        self.config.timeout_seconds()
+
+    def workspace_bytes(self, backward: bool, context: bool, gradients: int) -> int:
+        """Scratch of one call in bytes."""
+        pass_ = _host.Pass(backward=backward, context=context, gradients=gradients)
+        wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
+        return self.config.virtual_ranks * _host.workspace_bytes(self.plan(), pass_, jnp.dtype(self.dtype).itemsize, wide)
+
+    def attributes(self, context: bool, gradients: int) -> dict[str, Any]:
+        """The call's attributes, the same on every rank."""
+        plan, config = self.plan(), self.config
+        integers = dict(
+            ranks=self.ranks,
+            virtual_ranks=config.virtual_ranks,
+            row_tile=plan.row_tile,
+            minibatch=plan.minibatch,
+            macrobatch=plan.macrobatch,
+            context=int(context),
+            gradients=gradients,
+            num_threads=config.num_threads or 0,
+            random_order=-1 if config.random_order is None else config.random_order,
+        )
+        limit = math.inf if config.swiglu_limit is None else config.swiglu_limit
+        floats = dict(swiglu_limit=limit, timeout=config.timeout_seconds())
+        return {name: np.int64(v) for name, v in integers.items()} | {name: np.float64(v) for name, v in floats.items()}
+
+
+class Residuals(NamedTuple):
+    """What the forward pass leaves for the backward pass; sizes 0 where there is nothing to keep.
+
+    row_source: int32 [virtual ranks, capacity], rank * tokens * top_k + route of each row, -1 for none.
+    row_offset: int32 [virtual ranks, local experts + 1]; row_count: int32 [virtual ranks, local experts].
+    x, gate, up: of the first macrobatch's rows; shared_gate, shared_up: of the tokens.
+    """
+
+    row_source: jax.Array
+    row_offset: jax.Array
+    row_count: jax.Array
+    x: jax.Array
+    gate: jax.Array
+    up: jax.Array
+    shared_gate: jax.Array
+    shared_up: jax.Array
+
+
+# Which weight gradients are wanted; GradientBit of handlers.cc.
+GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN = 1, 2, 4, 8
+
+
+def forward(dims: Dims, place, x, ids, router_weights, weights, *, context: bool) -> tuple[jax.Array, Residuals]:
+    """One forward call.
+
+    Args:
+      place: int32 [2], this device's rank and group.
+      weights: the six weights in x's dtype; the shared ones of width 0 where there is no shared expert.
+      context: keep what the backward pass needs.
+    """
+    plan, copies = dims.plan(), dims.config.virtual_ranks
+    kept = copies * plan.macrobatch if context else 0
+    kept_tokens = dims.tokens if context else 0
+    ranks = dims.ranks * copies
+    shapes = [
+        (x.shape, x.dtype),
+        ((copies, plan.capacity), jnp.int32),
+        ((copies, dims.local_experts // copies + 1), jnp.int32),
+        ((copies, dims.local_experts // copies), jnp.int32),
+        ((kept if ranks > 1 else 0, dims.hidden), x.dtype),
+        ((kept, dims.intermediate), x.dtype),
+        ((kept, dims.intermediate), x.dtype),
+        ((kept_tokens, dims.shared_intermediate), x.dtype),
+        ((kept_tokens, dims.shared_intermediate), x.dtype),
+        ((dims.workspace_bytes(False, context, 0),), jnp.uint8),
+    ]
+    y, *kept_arrays, _ = _call("mok_forward", dims, context, 0, shapes, (place, x, ids, router_weights, *weights))
+    return y, Residuals(*kept_arrays)
+
+
+def backward(
+    dims: Dims, place, d_y, x, ids, router_weights, weights, residuals: Residuals, *, context: bool, gradients: int, dtypes
+) -> list[jax.Array]:
+    """One backward call: dx, the router weights' gradient, and the six weight gradients.
+
+    Args:
+      gradients: bits of the weight gradients wanted; the others come back with size 0.
+      dtypes: of the six weight gradients.
+    """
+    copies = dims.config.virtual_ranks
+    wanted = [gradients & bit for bit in (GATE_UP, GATE_UP, DOWN, SHARED_GATE_UP, SHARED_GATE_UP, SHARED_DOWN)]
+    shapes = [(x.shape, x.dtype), (router_weights.shape, router_weights.dtype)]
+    for i, (weight, want, dtype) in enumerate(zip(weights, wanted, dtypes, strict=True)):
+        if i >= 3 and copies > 1:  # one share for each virtual rank
+            shapes.append(((copies if want else 0, *weight.shape), accumulation_dtype(x.dtype)))
+        else:
+            shapes.append((weight.shape if want else (0,), dtype))
+    shapes.append(((dims.workspace_bytes(True, context, gradients),), jnp.uint8))
+    arguments = (place, d_y, x, ids, router_weights, *weights, *residuals)
+    d_x, d_router, *d_weights, _ = _call("mok_backward", dims, context, gradients, shapes, arguments)
+    if copies > 1:
+        d_weights[3:] = [w.sum(axis=0).astype(t) for w, t in zip(d_weights[3:], dtypes[3:], strict=True)]
+    return [d_x, d_router, *d_weights]
+
+
+def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, arguments):
+    # The results vary over the mesh axes that x varies over; a plain ShapeDtypeStruct would claim that
+    # they do not.
+    like = jax.typeof(arguments[1])
+    results = [like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in shapes]
+    method = "sequential" if dims.ranks == 1 else None
+    call = jax.ffi.ffi_call(target, results, vmap_method=method)
+    run = functools.partial(call, **dims.attributes(context, gradients))
+    run = _no_derivative(run)
+    return list((run if dims.ranks == 1 else _no_vmap(run))(*arguments))
+
+
+def _no_derivative(run):
+    """Refuses derivatives of the call itself: `moe_host` has the first one, nothing has the second."""
+    wrapped = jax.custom_jvp(run)
+
+    @wrapped.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError(
+            'moe: implementation "host" has no second derivative; use implementation="xla" or "reference"'
+        )
+
+    return wrapped
+
+
+def _no_vmap(run):
+    wrapped = custom_vmap(run)
+
+    @wrapped.def_vmap
+    def refuse(axis_size, in_batched, *arguments):
+        raise NotImplementedError(
+            'moe: vmap across the ranks of an expert axis is not supported by implementation "host"; '
+            'vmap inside the shard or use "xla"'
+        )
+
+    return wrapped
+
+
+# ---- the differentiable call ----
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Which arguments have a gradient; travels with the residuals as structure."""
+
+    x: bool
+    router_weights: bool
+    weights: tuple[bool, ...]
+
+    @property
+    def bits(self) -> int:
+        gate, up, down, shared_gate, shared_up, shared_down = self.weights
+        return (
+            GATE_UP * (gate or up) + DOWN * down + SHARED_GATE_UP * (shared_gate or shared_up) + SHARED_DOWN * shared_down
+        )
+
+
+def moe_host(dims: Dims, place, x, ids, router_weights, experts, shared):
+    """y of one device's tokens; see `reference.moe_reference`. Weights may be float32 under a bfloat16 x.
+
+    Args:
+      place: int32 [2], this device's rank and group.
+    """
+    if shared is None:
+        hidden = x.shape[1]
+        shapes = ((hidden, 0), (hidden, 0), (0, hidden))
+        shared = tuple(jnp.zeros_like(x, shape=shape) for shape in shapes)
+    return _moe_host(dims, place, x, ids, router_weights, (*experts, *shared))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moe_host(dims, place, x, ids, router_weights, weights):
+    cast = [w.astype(x.dtype) for w in weights]
+    return forward(dims, place, x, ids, router_weights, cast, context=False)[0]
+
+
+def _moe_host_forward(dims, place, x, ids, router_weights, weights):
+    wanted = _Wanted(x.perturbed, router_weights.perturbed, tuple(w.perturbed for w in weights))
+    place, x, ids, router_weights, weights = jax.tree.map(
+        lambda a: a.value, (place, x, ids, router_weights, weights), is_leaf=lambda a: hasattr(a, "perturbed")
+    )
+    cast = [w.astype(x.dtype) for w in weights]
+    y, residuals = forward(dims, place, x, ids, router_weights, cast, context=dims.config.save_context)
+    schedule = (checkpoint_name(a, "mok_schedule") for a in residuals[:3])
+    context = (checkpoint_name(a, "mok_context") for a in residuals[3:])
+    residuals = Residuals(*schedule, *context)
+    return checkpoint_name(y, "mok_out"), (place, x, ids, router_weights, weights, residuals, wanted)
+
+
+def _moe_host_backward(dims, saved, d_y):
+    place, x, ids, router_weights, weights, residuals, wanted = saved
+    if isinstance(d_y, SymbolicZero):
+        return None, None, None, None, None
+    cast = [w.astype(x.dtype) for w in weights]
+    d_x, d_router, *d_weights = backward(
+        dims,
+        place,
+        d_y,
+        x,
+        ids,
+        router_weights,
+        cast,
+        residuals,
+        context=dims.config.save_context,
+        gradients=wanted.bits,
+        dtypes=[w.dtype for w in weights],
+    )
+    d_weights = tuple(d if want else None for d, want in zip(d_weights, wanted.weights, strict=True))
+    return None, d_x if wanted.x else None, None, d_router if wanted.router_weights else None, d_weights
+
+
+_moe_host.defvjp(_moe_host_forward, _moe_host_backward, symbolic_zeros=True)

@@ -1,0 +1,431 @@
+// The task list: which tile is computed when, and on which counts it waits. Host and CUDA execute the
+// same list. Knows neither XLA nor CUDA.
+//
+// Two sequences, communication and compute, each in one global order in which a producer stands before
+// its consumers, so that a worker may take the next task of either and wait for its counters. A task is
+// decoded from its index by arithmetic and binary searches, never by a scan.
+//
+// Words: a block is row_tile rows of one expert. Block b's predecessor is the block that held its ring
+// rows before: of the next macrobatch in the forward pass, which runs last to first, of the previous
+// one in the backward pass.
+//
+// Counters; each is used for one purpose once a call and starts at zero.
+//   name                 arrives (how often)                          who waits
+//   x_ready[minibatch]   dispatch, reverse-combine (its blocks)       gate-up; without replay dgrad-down
+//   hidden_ready[block]  gate-up (column tiles of I)                  down; in the backward pass dgrad-down
+//   out_ready[minibatch] down, dgrad-gate-up (blocks * tiles of H)    combine, reverse-dispatch; whatever
+//                                                                     overwrites the minibatch's ring rows
+//   out_consumed[block]  combine, reverse-dispatch (1)                down, dgrad-down, dgrad-gate-up of the
+//                                                                     successor
+//   d_hidden_ready[block] dgrad-down (column tiles of I)              dgrad-gate-up, weight gradients
+//   gradient_done[segment] weight gradients (tiles)                   whatever overwrites the expert's ring
+//                                                                     rows; the carry's next reader or writer
+//   shared_hidden_ready[token block], shared_d_hidden_ready[token block]: as above, for the shared expert
+// The caller zeroes them before the first task.
+#ifndef MOK_TASKS_H_
+#define MOK_TASKS_H_
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace mok {
+
+// Tile sizes of one target, beside Dims::row_tile.
+struct Tiles {
+  int64_t columns;            // of an output tile of gate-up, down and their input gradients
+  int64_t gradient_rows;      // of a weight gradient tile
+  int64_t gradient_columns;
+};
+
+MOK_HD inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+MOK_HD inline int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+MOK_HD inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+MOK_HD inline int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+enum class Op : int32_t {
+  kNone,
+  // communication
+  kDispatch, kCombine, kReverseCombine, kReverseDispatch,
+  // compute, routed experts
+  kGateUp, kDown, kDgradDown, kDgradGateUp, kGradGateUp, kGradDown,
+  // compute, shared expert
+  kSharedGateUp, kSharedDown, kSharedDgradDown, kSharedDgradGateUp, kSharedGradGateUp, kSharedGradDown,
+};
+
+// All of `count` counters from `counter` on must equal `target`.
+struct Wait {
+  int64_t counter;
+  int64_t count;
+  int64_t target;
+};
+
+struct Task {
+  Op op = Op::kNone;
+  int64_t macrobatch = 0;
+  int64_t block = 0;   // row block (shared: token block); weight gradients: the first of the segment
+  int64_t blocks = 1;  // weight gradients: how many blocks of the segment
+  int64_t tile = 0;    // column tile; weight gradients: tile of the [rows, columns] grid, row-major
+  int64_t expert = 0;
+  bool carry_in = false;   // weight gradients: the expert began in an earlier macrobatch
+  bool carry_out = false;  // ... and goes on in a later one
+  int64_t signal = -1;     // the counter that this task increments, or -1
+  int num_waits = 0;
+  Wait waits[3] = {};
+
+  MOK_HD void WaitFor(int64_t counter, int64_t target, int64_t count = 1) {
+    if (count > 0 && target > 0) waits[num_waits++] = {counter, count, target};
+  }
+};
+
+// Where each kind of counter begins; sized for any routing.
+struct CounterLayout {
+  int64_t x_ready, hidden_ready, out_ready, out_consumed, d_hidden_ready, gradient_done;
+  int64_t shared_hidden_ready, shared_d_hidden_ready, total;
+
+  MOK_HD explicit CounterLayout(const Dims& d) {
+    const int64_t blocks = d.capacity / d.row_tile;
+    const int64_t minibatches = CeilDiv(d.capacity, d.minibatch);
+    const int64_t macrobatches = Max(1, CeilDiv(d.capacity, d.macrobatch));
+    const int64_t token_blocks = CeilDiv(d.tokens, d.row_tile);
+    x_ready = 0;
+    hidden_ready = x_ready + minibatches;
+    out_ready = hidden_ready + blocks;
+    out_consumed = out_ready + minibatches;
+    d_hidden_ready = out_consumed + blocks;
+    gradient_done = d_hidden_ready + blocks;
+    shared_hidden_ready = gradient_done + d.local_experts + macrobatches;
+    shared_d_hidden_ready = shared_hidden_ready + token_blocks;
+    total = shared_d_hidden_ready + token_blocks;
+  }
+};
+
+class TaskList {
+ public:
+  // row_offset: Schedule::row_offset; read by every call.
+  MOK_HD TaskList(const Dims& dims, const Tiles& tiles, const Pass& pass, const int32_t* row_offset)
+      : dims_(dims), pass_(pass), row_offset_(row_offset), at_(dims) {
+    exchanges_ = dims.Exchanges();
+    backward_ = pass.direction == Direction::kBackward;
+    blocks_ = row_offset[dims.local_experts] / dims.row_tile;
+    minibatch_blocks_ = dims.minibatch / dims.row_tile;
+    macrobatch_blocks_ = dims.macrobatch / dims.row_tile;
+    macrobatches_ = Max(1, CeilDiv(blocks_, macrobatch_blocks_));
+    width_tiles_ = CeilDiv(dims.intermediate, tiles.columns);
+    hidden_tiles_ = CeilDiv(dims.hidden, tiles.columns);
+    gate_up_gradient_tiles_ = pass.gate_up_gradient ? Grid(dims.hidden, dims.intermediate, tiles) : 0;
+    down_gradient_tiles_ = pass.down_gradient ? Grid(dims.intermediate, dims.hidden, tiles) : 0;
+    gradient_tiles_ = gate_up_gradient_tiles_ + down_gradient_tiles_;
+    const bool shared = dims.shared_intermediate > 0;
+    token_blocks_ = shared ? CeilDiv(dims.tokens, dims.row_tile) : 0;
+    shared_width_tiles_ = CeilDiv(dims.shared_intermediate, tiles.columns);
+    shared_gate_up_gradient_tiles_ =
+        shared && pass.shared_gate_up_gradient ? Grid(dims.hidden, dims.shared_intermediate, tiles) : 0;
+    shared_down_gradient_tiles_ =
+        shared && pass.shared_down_gradient ? Grid(dims.shared_intermediate, dims.hidden, tiles) : 0;
+  }
+
+  MOK_HD int64_t NumCommunication() const { return exchanges_ ? 2 * blocks_ : 0; }
+  MOK_HD int64_t NumCompute() const { return NumShared() + Before(macrobatches_); }
+  MOK_HD int64_t NumCounters() const { return at_.total; }
+  MOK_HD int64_t Macrobatches() const { return macrobatches_; }
+  MOK_HD int64_t WidthTiles() const { return width_tiles_; }
+  // Whether gate and up of a macrobatch are computed in this pass (always in the forward pass).
+  MOK_HD bool Computes(int64_t macrobatch) const { return !backward_ || macrobatch > 0 || !pass_.context; }
+
+  MOK_HD Task Communication(int64_t index) const {
+    return backward_ ? BackwardCommunication(index) : ForwardCommunication(index);
+  }
+
+  MOK_HD Task Compute(int64_t index) const {
+    if (index < NumShared()) return Shared(index);
+    index -= NumShared();
+    // The last macrobatch whose first task is not after this one. In the forward pass `step` counts
+    // macrobatches in the order they run.
+    int64_t low = 0, high = macrobatches_ - 1;
+    while (low < high) {
+      const int64_t middle = (low + high + 1) / 2;
+      if (Before(middle) <= index) low = middle; else high = middle - 1;
+    }
+    return Routed(backward_ ? low : macrobatches_ - 1 - low, index - Before(low));
+  }
+
+  // A counter's total when every task is done.
+  MOK_HD int64_t Expected(int64_t counter) const {
+    if (counter < at_.hidden_ready) {
+      return exchanges_ ? BlocksInMinibatch(counter - at_.x_ready) : 0;
+    }
+    if (counter < at_.out_ready) {
+      const int64_t block = counter - at_.hidden_ready;
+      return block < blocks_ && Computes(block / macrobatch_blocks_) ? width_tiles_ : 0;
+    }
+    if (counter < at_.out_consumed) return BlocksInMinibatch(counter - at_.out_ready) * hidden_tiles_;
+    if (counter < at_.d_hidden_ready) return exchanges_ && counter - at_.out_consumed < blocks_ ? 1 : 0;
+    if (counter < at_.gradient_done) {
+      return backward_ && counter - at_.d_hidden_ready < blocks_ ? width_tiles_ : 0;
+    }
+    if (counter < at_.shared_hidden_ready) {
+      if (!backward_) return 0;
+      for (int64_t m = 0; m < macrobatches_; ++m) {
+        const int64_t slot = counter - at_.gradient_done - m;
+        if (slot >= FirstExpert(m) && slot <= LastExpert(m)) return gradient_tiles_;
+      }
+      return 0;
+    }
+    if (counter < at_.shared_d_hidden_ready) {
+      return counter - at_.shared_hidden_ready < token_blocks_ && Computes(0) ? shared_width_tiles_ : 0;
+    }
+    return backward_ && counter - at_.shared_d_hidden_ready < token_blocks_ ? shared_width_tiles_ : 0;
+  }
+
+  // The expert whose segment holds this row.
+  MOK_HD int64_t ExpertOf(int64_t row) const {
+    int64_t low = 0, high = dims_.local_experts - 1;  // the first expert that ends after the row
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (row_offset_[middle + 1] > row) high = middle; else low = middle + 1;
+    }
+    return low;
+  }
+
+ private:
+  MOK_HD static int64_t Grid(int64_t rows, int64_t columns, const Tiles& tiles) {
+    return CeilDiv(rows, tiles.gradient_rows) * CeilDiv(columns, tiles.gradient_columns);
+  }
+
+  MOK_HD int64_t BlocksIn(int64_t macrobatch) const {
+    return Min(macrobatch_blocks_, blocks_ - macrobatch * macrobatch_blocks_);
+  }
+  MOK_HD int64_t BlocksInMinibatch(int64_t minibatch) const {
+    return Max(0, Min(minibatch_blocks_, blocks_ - minibatch * minibatch_blocks_));
+  }
+
+  // Experts of a macrobatch. An expert without rows belongs to the macrobatch where it would stand, so
+  // that somebody stores its zero gradient. Expert e of macrobatch m has segment number e + m: each
+  // boundary that no expert straddles leaves one number unused, a task that does nothing.
+  MOK_HD int64_t FirstExpert(int64_t macrobatch) const {
+    return macrobatch == 0 ? 0 : ExpertOf(macrobatch * dims_.macrobatch);
+  }
+  MOK_HD bool Straddles(int64_t macrobatch) const {  // into this macrobatch from the one before
+    return macrobatch > 0 && row_offset_[FirstExpert(macrobatch)] < macrobatch * dims_.macrobatch;
+  }
+  MOK_HD int64_t LastExpert(int64_t macrobatch) const {
+    if (macrobatch == macrobatches_ - 1) return dims_.local_experts - 1;
+    return FirstExpert(macrobatch + 1) - (Straddles(macrobatch + 1) ? 0 : 1);
+  }
+
+  // Routed compute tasks before the step-th macrobatch that runs.
+  MOK_HD int64_t Before(int64_t step) const {
+    if (step == 0) return 0;
+    if (!backward_) {
+      const int64_t blocks = blocks_ - (macrobatches_ - step) * macrobatch_blocks_;
+      return blocks * (width_tiles_ + hidden_tiles_);
+    }
+    const int64_t blocks = Min(step * macrobatch_blocks_, blocks_);
+    const int64_t replayed = Computes(0) ? blocks : blocks - BlocksIn(0);
+    const int64_t segments = step == macrobatches_ ? dims_.local_experts + macrobatches_ - 1 : FirstExpert(step) + step;
+    return blocks * (width_tiles_ + hidden_tiles_) + replayed * width_tiles_ + segments * gradient_tiles_;
+  }
+
+  // index: within the macrobatch.
+  MOK_HD Task Routed(int64_t macrobatch, int64_t index) const {
+    const int64_t gate_up = Computes(macrobatch) ? width_tiles_ : 0;
+    const int64_t d_down = backward_ ? width_tiles_ : 0;
+    const int64_t per_block = gate_up + d_down + hidden_tiles_;
+    const int64_t in_blocks = BlocksIn(macrobatch) * per_block;
+    if (index >= in_blocks) return WeightGradient(macrobatch, index - in_blocks);
+    const int64_t minibatch = index / (minibatch_blocks_ * per_block);
+    index -= minibatch * minibatch_blocks_ * per_block;
+    const int64_t first = macrobatch * macrobatch_blocks_ + minibatch * minibatch_blocks_;
+    const int64_t blocks = Min(minibatch_blocks_, macrobatch * macrobatch_blocks_ + BlocksIn(macrobatch) - first);
+    Task task;
+    task.macrobatch = macrobatch;
+    if (index < blocks * gate_up) {
+      Place(&task, Op::kGateUp, first, index, gate_up);
+      if (exchanges_) {
+        task.WaitFor(at_.x_ready + MinibatchOf(task.block), BlocksInMinibatch(MinibatchOf(task.block)));
+      } else {
+        WaitForRing(&task);
+      }
+      task.signal = at_.hidden_ready + task.block;
+    } else if ((index -= blocks * gate_up) < blocks * d_down) {
+      Place(&task, Op::kDgradDown, first, index, d_down);
+      if (gate_up > 0) {
+        task.WaitFor(at_.hidden_ready + task.block, width_tiles_);
+      } else if (exchanges_) {
+        task.WaitFor(at_.x_ready + MinibatchOf(task.block), BlocksInMinibatch(MinibatchOf(task.block)));
+      }
+      // Its partial sums overwrite those that the predecessor's push adds up.
+      WaitForPush(&task);
+      task.signal = at_.d_hidden_ready + task.block;
+    } else {
+      Place(&task, backward_ ? Op::kDgradGateUp : Op::kDown, first, index - blocks * d_down, hidden_tiles_);
+      task.WaitFor((backward_ ? at_.d_hidden_ready : at_.hidden_ready) + task.block, width_tiles_);
+      WaitForPush(&task);
+      task.signal = at_.out_ready + MinibatchOf(task.block);
+    }
+    return task;
+  }
+
+  MOK_HD Task WeightGradient(int64_t macrobatch, int64_t index) const {
+    const int64_t expert = FirstExpert(macrobatch) + index / gradient_tiles_;
+    Task task;
+    task.macrobatch = macrobatch;
+    task.expert = expert;
+    if (expert > LastExpert(macrobatch)) return task;
+    task.tile = index % gradient_tiles_;
+    task.op = Op::kGradGateUp;
+    if (task.tile >= gate_up_gradient_tiles_) {
+      task.op = Op::kGradDown;
+      task.tile -= gate_up_gradient_tiles_;
+    }
+    const int64_t start = macrobatch * dims_.macrobatch, end = start + dims_.macrobatch;
+    const int64_t first_row = Max(row_offset_[expert], start), last_row = Min(row_offset_[expert + 1], end);
+    task.block = first_row / dims_.row_tile;
+    task.blocks = Max(0, (last_row - first_row) / dims_.row_tile);
+    task.carry_in = row_offset_[expert] < start && row_offset_[expert + 1] > start;
+    task.carry_out = row_offset_[expert + 1] > end;
+    task.WaitFor(at_.d_hidden_ready + task.block, width_tiles_, task.blocks);
+    if (task.carry_in) {
+      task.WaitFor(at_.gradient_done + expert + macrobatch - 1, gradient_tiles_);
+    } else if (task.carry_out && Straddles(macrobatch)) {
+      // There is one carry: the expert that came in must have read it before this one writes it.
+      task.WaitFor(at_.gradient_done + FirstExpert(macrobatch) + macrobatch, gradient_tiles_);
+    }
+    task.signal = at_.gradient_done + expert + macrobatch;
+    return task;
+  }
+
+  MOK_HD Task ForwardCommunication(int64_t index) const {
+    // Dispatch of the last macrobatch; then, for each earlier one, its dispatch alternating with the
+    // combine of the one after it; then the combine of macrobatch 0.
+    const int64_t last = BlocksIn(macrobatches_ - 1);
+    if (index < last) return Dispatch((macrobatches_ - 1) * macrobatch_blocks_ + index);
+    index -= last;
+    int64_t macrobatch = macrobatches_ - 2;  // to dispatch
+    int64_t combines = last;                 // of the macrobatch after it
+    if (macrobatch >= 0 && index >= combines + macrobatch_blocks_) {
+      index -= combines + macrobatch_blocks_;
+      combines = macrobatch_blocks_;
+      const int64_t skip = Min(index / (2 * macrobatch_blocks_), macrobatch);
+      index -= skip * 2 * macrobatch_blocks_;
+      macrobatch -= 1 + skip;
+    }
+    const int64_t first_combine = (macrobatch + 1) * macrobatch_blocks_;
+    if (macrobatch < 0) return Combine(first_combine + index);
+    const int64_t first_dispatch = macrobatch * macrobatch_blocks_;
+    if (index >= 2 * combines) return Dispatch(first_dispatch + index - combines);
+    return index % 2 == 0 ? Combine(first_combine + index / 2) : Dispatch(first_dispatch + index / 2);
+  }
+
+  MOK_HD Task BackwardCommunication(int64_t index) const {
+    const int64_t macrobatch = index / (2 * macrobatch_blocks_);
+    index -= macrobatch * 2 * macrobatch_blocks_;
+    const int64_t first = macrobatch * macrobatch_blocks_, blocks = BlocksIn(macrobatch);
+    return index < blocks ? Dispatch(first + index) : Combine(first + index - blocks);
+  }
+
+  // Pulls a block's rows into the ring.
+  MOK_HD Task Dispatch(int64_t block) const {
+    Task task;
+    task.macrobatch = block / macrobatch_blocks_;
+    Place(&task, backward_ ? Op::kReverseCombine : Op::kDispatch, block, 0, 1);
+    WaitForRing(&task);
+    task.signal = at_.x_ready + MinibatchOf(block);
+    return task;
+  }
+
+  // Pushes a block's result rows to the ranks they came from.
+  MOK_HD Task Combine(int64_t block) const {
+    Task task;
+    task.macrobatch = block / macrobatch_blocks_;
+    Place(&task, backward_ ? Op::kReverseDispatch : Op::kCombine, block, 0, 1);
+    task.WaitFor(at_.out_ready + MinibatchOf(block), BlocksInMinibatch(MinibatchOf(block)) * hidden_tiles_);
+    task.signal = at_.out_consumed + block;
+    return task;
+  }
+
+  // Everything that read the ring rows of this block before has done so: the predecessor's minibatch is
+  // out (so its x, h and gradients of h are read), and in the backward pass so are its weight gradients.
+  MOK_HD void WaitForRing(Task* task) const {
+    const int64_t before = Predecessor(task->block);
+    if (before < 0) return;
+    task->WaitFor(at_.out_ready + MinibatchOf(before), BlocksInMinibatch(MinibatchOf(before)) * hidden_tiles_);
+    if (backward_) {
+      const int64_t segment = ExpertOf(before * dims_.row_tile) + before / macrobatch_blocks_;
+      task->WaitFor(at_.gradient_done + segment, gradient_tiles_);
+    }
+  }
+
+  // The predecessor's result rows have left the ring.
+  MOK_HD void WaitForPush(Task* task) const {
+    const int64_t before = Predecessor(task->block);
+    if (exchanges_ && before >= 0) task->WaitFor(at_.out_consumed + before, 1);
+  }
+
+  MOK_HD int64_t Predecessor(int64_t block) const {
+    const int64_t before = backward_ ? block - macrobatch_blocks_ : block + macrobatch_blocks_;
+    return before >= 0 && before < blocks_ ? before : -1;
+  }
+  MOK_HD int64_t MinibatchOf(int64_t block) const { return block / minibatch_blocks_; }
+
+  MOK_HD void Place(Task* task, Op op, int64_t first_block, int64_t index, int64_t tiles) const {
+    task->op = op;
+    task->block = first_block + index / tiles;
+    task->tile = index % tiles;
+    task->expert = ExpertOf(task->block * dims_.row_tile);
+  }
+
+  // ---- the shared expert: all tokens, first in the list, waits for nobody else ----
+
+  MOK_HD int64_t NumShared() const {
+    const int64_t gate_up = Computes(0) ? shared_width_tiles_ : 0;
+    const int64_t d_down = backward_ ? shared_width_tiles_ : 0;
+    return token_blocks_ * (gate_up + d_down + hidden_tiles_) +
+           (backward_ ? shared_gate_up_gradient_tiles_ + shared_down_gradient_tiles_ : 0);
+  }
+
+  MOK_HD Task Shared(int64_t index) const {
+    const int64_t gate_up = Computes(0) ? shared_width_tiles_ : 0;
+    const int64_t d_down = backward_ ? shared_width_tiles_ : 0;
+    Task task;
+    if (index < token_blocks_ * gate_up) {
+      PlaceShared(&task, Op::kSharedGateUp, index, gate_up);
+      task.signal = at_.shared_hidden_ready + task.block;
+    } else if ((index -= token_blocks_ * gate_up) < token_blocks_ * d_down) {
+      PlaceShared(&task, Op::kSharedDgradDown, index, d_down);
+      if (gate_up > 0) task.WaitFor(at_.shared_hidden_ready + task.block, shared_width_tiles_);
+      task.signal = at_.shared_d_hidden_ready + task.block;
+    } else if ((index -= token_blocks_ * d_down) < token_blocks_ * hidden_tiles_) {
+      PlaceShared(&task, backward_ ? Op::kSharedDgradGateUp : Op::kSharedDown, index, hidden_tiles_);
+      const int64_t ready = backward_ ? at_.shared_d_hidden_ready : at_.shared_hidden_ready;
+      task.WaitFor(ready + task.block, shared_width_tiles_);
+    } else {
+      index -= token_blocks_ * hidden_tiles_;
+      task.op = index < shared_gate_up_gradient_tiles_ ? Op::kSharedGradGateUp : Op::kSharedGradDown;
+      task.tile = index < shared_gate_up_gradient_tiles_ ? index : index - shared_gate_up_gradient_tiles_;
+      task.blocks = token_blocks_;
+      task.WaitFor(at_.shared_d_hidden_ready, shared_width_tiles_, token_blocks_);
+    }
+    return task;
+  }
+
+  MOK_HD void PlaceShared(Task* task, Op op, int64_t index, int64_t tiles) const {
+    task->op = op;
+    task->block = index / tiles;
+    task->tile = index % tiles;
+  }
+
+  Dims dims_;
+  Pass pass_;
+  const int32_t* row_offset_;
+  CounterLayout at_;
+  bool exchanges_, backward_;
+  int64_t blocks_, minibatch_blocks_, macrobatch_blocks_, macrobatches_;
+  int64_t width_tiles_, hidden_tiles_, gate_up_gradient_tiles_, down_gradient_tiles_, gradient_tiles_;
+  int64_t token_blocks_, shared_width_tiles_, shared_gate_up_gradient_tiles_, shared_down_gradient_tiles_;
+};
+
+}  // namespace mok
+
+#endif  // MOK_TASKS_H_

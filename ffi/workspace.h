@@ -1,0 +1,88 @@
+// Sizes that follow from the caller's sizes: capacity, default minibatch and macrobatch, and where each
+// ring buffer lies in the call's scratch. The one place that computes them, for Python too.
+#ifndef MOK_WORKSPACE_H_
+#define MOK_WORKSPACE_H_
+
+#include <cstdint>
+
+#include "params.h"
+#include "tasks.h"
+
+namespace mok {
+
+// Most padded rows that any routing can give one rank: every route of every rank, and a tile less one
+// row of padding for each expert that can have a row. Nothing can overflow it, so nothing is dropped.
+MOK_HD inline int64_t Capacity(int64_t ranks, int64_t routes, int64_t local_experts, int64_t row_tile) {
+  const int64_t rows = ranks * routes;
+  const int64_t padded = rows + Min(local_experts, rows) * (row_tile - 1);
+  return Max(row_tile, padded / row_tile * row_tile);
+}
+
+// Rows that fill `units` compute units with two waves of gate+up tiles, before rounding to the row tile.
+// Source: Mixture-of-Kittens; 74 units of 256x256 and I = 2048 give its 2368 rows.
+MOK_HD inline int64_t MinibatchEstimate(int64_t units, int64_t row_tile, int64_t columns, int64_t intermediate) {
+  return CeilDiv(2 * units * row_tile * columns, 2 * intermediate);
+}
+
+// Fills minibatch, macrobatch (0: default) and capacity of otherwise complete Dims.
+inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units) {
+  dims->capacity = Capacity(dims->ranks, dims->Routes(), dims->local_experts, dims->row_tile);
+  if (dims->minibatch == 0) {
+    const int64_t estimate = MinibatchEstimate(units, dims->row_tile, tiles.columns, dims->intermediate);
+    dims->minibatch = Min(RoundUp(estimate, dims->row_tile), dims->capacity);
+    // A given macrobatch must stay a multiple.
+    if (dims->macrobatch > 0 && dims->macrobatch % dims->minibatch != 0) dims->minibatch = dims->row_tile;
+  }
+  const int64_t all = RoundUp(dims->capacity, dims->minibatch);
+  if (dims->macrobatch == 0) {
+    // The balanced load is what this rank sends itself; a quarter of slack, and half a tile of padding
+    // for each expert.
+    const int64_t balanced = dims->Routes() + dims->Routes() / 4 + dims->local_experts * dims->row_tile / 2;
+    dims->macrobatch = dims->ranks == 1 ? all : RoundUp(balanced, dims->minibatch);
+  }
+  dims->macrobatch = Min(dims->macrobatch, all);
+}
+
+// Lays the ring out from `base` (null: only measures). Returns the bytes of one rank, a multiple of 64.
+inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, int64_t storage_bytes,
+                          int64_t wide_bytes, char* base, Ring* ring) {
+  int64_t used = 0;
+  const auto take = [&](bool wanted, int64_t elements, int64_t bytes) -> void* {
+    if (!wanted || elements == 0) return nullptr;
+    char* at = base == nullptr ? nullptr : base + used;
+    used += RoundUp(elements * bytes, 64);
+    return at;
+  };
+  const bool backward = pass.direction == Direction::kBackward;
+  const bool exchanges = d.Exchanges();
+  const bool several = d.capacity > d.macrobatch;  // more than one macrobatch is possible
+  const bool replays = backward && (several || !pass.context);
+  const int64_t rows = d.macrobatch, s = storage_bytes, w = wide_bytes;
+  const int64_t shared = d.tokens * d.shared_intermediate;
+  *ring = Ring{};
+  ring->x = take(exchanges, rows * d.hidden, s);
+  ring->h = take(true, rows * d.intermediate, s);
+  ring->out = take(exchanges, rows * d.hidden, s);
+  ring->gate = take(replays, rows * d.intermediate, s);
+  ring->up = take(replays, rows * d.intermediate, s);
+  ring->d_y = take(backward && exchanges, rows * d.hidden, s);
+  ring->d_gate = take(backward, rows * d.intermediate, s);
+  ring->d_up = take(backward, rows * d.intermediate, s);
+  ring->weights = take(backward && exchanges, rows, w);
+  ring->d_weights = take(backward, rows * CeilDiv(d.intermediate, tiles.columns), w);
+  ring->shared_h = take(true, shared, s);
+  ring->shared_gate = take(backward && !pass.context, shared, s);
+  ring->shared_up = take(backward && !pass.context, shared, s);
+  ring->shared_d_gate = take(backward, shared, s);
+  ring->shared_d_up = take(backward, shared, s);
+  ring->carry = take(backward && several && (pass.gate_up_gradient || pass.down_gradient),
+                     3 * d.hidden * d.intermediate, w);
+  ring->returned = take(true, d.Routes() * d.hidden, s);
+  ring->returned_d_weights = take(backward, d.Routes(), w);
+  ring->counters = static_cast<int32_t*>(take(true, CounterLayout(d).total, sizeof(int32_t)));
+  return used;
+}
+
+}  // namespace mok
+
+#endif  // MOK_WORKSPACE_H_
