@@ -114,6 +114,7 @@ CONTENDERS: dict[str, Callable[[mok_jax.MoKConfig], Callable[..., Any]]] = {
     "dense": lambda config: dense_layer,
 }
 LIMIT = "matmul"  # measured like a layer, but computes none: it is not checked
+COLORS = {"host": "tab:orange", LIMIT: "0.5", "xla": "tab:green", "dense": "tab:purple"}
 MEMORY_CONTENDERS = "host,ragged_dot"
 
 
@@ -289,13 +290,14 @@ def draw(path: pathlib.Path, report: dict[str, Any]) -> None:
     for axis, direction in zip(axes, ("forward", "forward+backward"), strict=False):
         names = list(report[direction])[::-1]
         medians = [report[direction][name]["median_ms"] for name in names]
-        colors = ["tab:orange" if name == "host" else "0.5" if name == LIMIT else "tab:blue" for name in names]
-        bars = axis.barh(names, medians, color=colors)
+        bars = axis.barh(names, medians, color=[COLORS.get(name, "tab:blue") for name in names])
         axis.bar_label(bars, [f"{median:,.1f}" for median in medians], padding=3)
-        axis.margins(x=0.2)
+        axis.margins(x=0.25)
         axis.set(title=direction, xlabel="ms, median")
     for name, point in report["memory"].items():
-        axes[-1].plot(point["tokens"], [b / 2**20 for b in point["resident_bytes"]], marker="o", label=name)
+        mebibytes = [b / 2**20 for b in point["resident_bytes"]]
+        axes[-1].plot(point["tokens"], mebibytes, marker="o", label=name, color=COLORS.get(name, "tab:blue"))
+    if report["memory"]:
         axes[-1].set(title="peak memory, forward+backward", xlabel="tokens", ylabel="MiB", xlim=0, ylim=0)
         axes[-1].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -315,7 +317,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Shape, mok_j
     for flag in ("row-tile", "minibatch", "macrobatch", "num-threads"):
         parser.add_argument(f"--{flag}", type=int, metavar="N", help="MoKConfig's field of that name")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="those that run, and their order")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds, A..Z and Z..A in each")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds, A..Z and Z..A in each")
     parser.add_argument("--memory", default=MEMORY_CONTENDERS, help="contenders whose memory is measured; '' for none")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="every time and byte goes there too")
     parser.add_argument("--png", type=pathlib.Path, metavar="FILE", help="a picture of the medians goes there")

@@ -15,8 +15,7 @@
 //   hidden_ready[block]  gate-up (column tiles of I)                  down; in the backward pass dgrad-down
 //   out_ready[minibatch] down, dgrad-gate-up (blocks * tiles of H)    combine, reverse-dispatch; whatever
 //                                                                     overwrites the minibatch's ring rows
-//   out_consumed[block]  combine, reverse-dispatch (1)                down, dgrad-down, dgrad-gate-up of the
-//                                                                     successor
+//   out_consumed[block]  combine, reverse-dispatch (1)                down, dgrad-down of the successor
 //   d_hidden_ready[block] dgrad-down (column tiles of I)              dgrad-gate-up, weight gradients
 //   gradient_done[segment] weight gradients (tiles)                   whatever overwrites the expert's ring
 //                                                                     rows; the carry's next reader or writer
@@ -261,7 +260,7 @@ class TaskList {
     } else {
       Place(&task, backward_ ? Op::kDgradGateUp : Op::kDown, first, index - blocks * d_down, hidden_tiles_);
       task.WaitFor((backward_ ? at_.d_hidden_ready : at_.hidden_ready) + task.block, width_tiles_);
-      WaitForPush(&task);
+      if (!backward_) WaitForPush(&task);  // dgrad-down has waited for it
       task.signal = at_.out_ready + MinibatchOf(task.block);
     }
     return task;

@@ -69,8 +69,7 @@ def holes(rng, tokens, experts, top_k):
 def tile_counts(rng, tokens, experts, top_k):
     """Exact counts around a row tile of 8, one of them zero; the last expert takes the rest."""
     counts = np.resize([8, 7, 0, 9, 16], experts - 1)
-    ids = np.full(tokens * top_k, experts - 1, np.int32)
-    ids[: counts.sum()] = np.repeat(np.arange(experts - 1), counts)
+    ids = np.repeat(np.arange(experts, dtype=np.int32), [*counts, tokens * top_k])[: tokens * top_k]
     return rng.permutation(ids).reshape(tokens, top_k)
 
 

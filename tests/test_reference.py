@@ -119,12 +119,12 @@ def test_one_token_by_hand(ids):
     np.testing.assert_allclose(run(case, "reference")["y"][0], weight * out, rtol=1e-14)
 
 
-@pytest.mark.parametrize("limit", [None, 1e6], ids=["free", "limit"])
-def test_first_and_second_derivatives(limit):
+def test_first_and_second_derivatives():
+    # Some gates and ups lie beyond the limit, none at it.
     case = make_case("f64", "duplicates", tokens=4, hidden=2, intermediate=3, shared=2, experts=3, top_k=2)
 
     def layer(x, router_weights, experts, shared):
-        return moe_reference(x, case.expert_ids, router_weights, *experts, shared, limit)
+        return moe_reference(x, case.expert_ids, router_weights, *experts, shared, 0.4)
 
     arguments = (case.x, case.router_weights, case[3:6], case.shared)
     check_grads(jax.jit(layer), arguments, order=2, modes=["fwd", "rev"], atol=1e-5, rtol=1e-5)

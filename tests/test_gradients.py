@@ -1,0 +1,190 @@
+"""Gradients of moe() on one device, as JAX takes them: each alone, twice, with nothing to do, again."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    DTYPES,
+    IMPLEMENTATIONS,
+    SMALL,
+    TINY,
+    assert_good,
+    assert_near,
+    assert_same_bits,
+    call,
+    cotangent_of,
+    exactly,
+    known,
+    make_case,
+    run,
+)
+from jax.test_util import check_grads
+
+implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+FLOATS = ("x", "router_weights", "w_gate", "w_up", "w_down", "shared")
+
+
+def mini(dtype="f64", routing="duplicates"):
+    """Few enough numbers for finite differences and Jacobians."""
+    return make_case(dtype, routing, tokens=4, hidden=2, intermediate=3, shared=5, experts=3, top_k=2)
+
+
+def layer_of(case, names, implementation, **options):
+    """moe() as a function of the named arguments, jitted."""
+
+    @jax.jit
+    def layer(*values):
+        return call(case._replace(**dict(zip(names, values, strict=True))), implementation, **options)
+
+    return layer, [getattr(case, name) for name in names]
+
+
+@implementations
+def test_against_finite_differences(implementation):
+    layer, arguments = layer_of(mini(), FLOATS, implementation)
+    check_grads(layer, arguments, order=1, modes=["rev"], atol=1e-7, rtol=1e-7)
+
+
+@implementations
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_expert_without_rows_has_a_zero_gradient(implementation, dtype):
+    case, _, _ = known(dtype, "holes", **SMALL)
+    result = run(case, implementation, config=TINY)
+    empty = np.setdiff1d(np.arange(SMALL["experts"]), np.asarray(case.expert_ids))
+    assert empty.tolist() == [0, 2, 4]
+    assert not result["d_w_gate"][empty].any()
+    assert not result["d_w_up"][empty].any()
+    assert not result["d_w_down"][empty].any()
+    assert result["d_w_gate"][1].any()
+
+
+@implementations
+def test_a_route_of_weight_zero_still_teaches_the_router(implementation):
+    case, _, _ = known("f32", "distinct", **SMALL)
+    case = case._replace(router_weights=case.router_weights.at[:, 1].set(0))
+    result = run(case, implementation, config=TINY)
+    assert result["d_router_weights"][:, 1].all()
+    assert_good(result, run(case, "plain"), exactly(case), "float32")
+
+
+@implementations
+def test_each_gradient_has_its_argument_s_dtype(implementation):
+    case = mini("bf16")
+    case = case._replace(w_gate=case.w_gate.astype(jnp.float32), shared=jax.tree.map(lambda w: w.astype(jnp.float32), case.shared))
+    result = run(case, implementation)
+    assert {name: value.dtype.name for name, value in result.items()} == {
+        "y": "bfloat16",
+        "d_x": "bfloat16",
+        "d_router_weights": "float32",
+        "d_w_gate": "float32",
+        "d_w_up": "bfloat16",
+        "d_w_down": "bfloat16",
+        "d_shared_w_gate": "float32",
+        "d_shared_w_up": "float32",
+        "d_shared_w_down": "float32",
+    }
+    assert_good(result, run(case, "plain"), exactly(case), "bfloat16")
+
+
+@implementations
+@pytest.mark.parametrize("name", ["x", "router_weights", "w_gate", "w_down", "shared"])
+def test_one_gradient_alone(implementation, name):
+    case = mini()
+    layer, arguments = layer_of(case, [name], implementation)
+    (gradient,) = jax.jit(lambda dy: jax.vjp(layer, *arguments)[1](dy))(cotangent_of(case.x))
+    every = run(case, "reference")
+    if name == "shared":
+        gradient = dict(zip(("w_gate", "w_up", "w_down"), gradient, strict=True))
+        assert_near(gradient, {weight: every[f"d_shared_{weight}"] for weight in gradient}, 1e-14)
+    else:
+        assert_near({name: gradient}, {name: every[f"d_{name}"]}, 1e-14)
+
+
+@implementations
+def test_ids_have_no_gradient_and_do_not_disturb_the_others(implementation):
+    case = mini()
+    layer, arguments = layer_of(case, ("expert_ids", "x"), implementation)
+    d_ids, d_x = jax.vjp(layer, *arguments)[1](cotangent_of(case.x))
+    assert d_ids.dtype == jax.dtypes.float0
+    assert_near({"d_x": d_x}, {"d_x": run(case, "reference")["d_x"]}, 1e-14)
+
+
+@implementations
+def test_the_backward_runs_again(implementation):
+    case = mini()
+    layer, arguments = layer_of(case, FLOATS, implementation)
+    _, pull = jax.vjp(layer, *arguments)
+    first = pull(cotangent_of(case.x))
+    assert_same_bits(pull(2 * cotangent_of(case.x)), jax.tree.map(lambda d: 2 * d, first))
+    assert_same_bits(pull(cotangent_of(case.x)), first)
+
+
+@implementations
+def test_two_losses_share_a_forward(implementation):
+    case = mini()
+    layer, arguments = layer_of(case, FLOATS, implementation)
+
+    def losses(*arguments):
+        y = layer(*arguments)
+        return y.sum(), (y * cotangent_of(y)).sum()
+
+    _, pull = jax.vjp(losses, *arguments)
+    together = pull((2.0, 1.0))
+    apart = jax.tree.map(lambda a, b: 2 * a + b, pull((1.0, 0.0)), pull((0.0, 1.0)))
+    assert_near(dict(zip("012345", jax.tree.leaves(together)[:6], strict=True)), dict(zip("012345", jax.tree.leaves(apart)[:6], strict=True)), 1e-14)
+
+
+@implementations
+def test_an_output_that_nobody_reads(implementation):
+    case = mini()
+    layer, arguments = layer_of(case, ("x", "w_gate"), implementation)
+
+    def loss(x, w_gate):
+        return jax.lax.stop_gradient(layer(x, w_gate)).sum() + x.sum()
+
+    d_x, d_w_gate = jax.grad(loss, argnums=(0, 1))(*arguments)
+    assert_same_bits((d_x, d_w_gate), (jnp.ones_like(d_x), jnp.zeros_like(d_w_gate)))
+
+
+@implementations
+def test_jacobian(implementation):
+    case = mini()
+    layer, arguments = layer_of(case, ("x", "router_weights"), implementation)
+    expected, _ = layer_of(case, ("x", "router_weights"), "reference")
+    d_x, d_router_weights = jax.jit(jax.jacrev(layer, argnums=(0, 1)))(*arguments)
+    expected_x, expected_router_weights = jax.jit(jax.jacfwd(expected, argnums=(0, 1)))(*arguments)
+    assert_near(
+        {"x": d_x, "router_weights": d_router_weights}, {"x": expected_x, "router_weights": expected_router_weights}, 1e-13
+    )
+
+
+def curvature(case, implementation):
+    """d/d(all arguments) of <v, gradient of the loss in x and in a weight>."""
+    layer, arguments = layer_of(case, FLOATS, implementation)
+    v = cotangent_of(case.x)
+
+    def slope(*arguments):
+        d_x, d_w_gate = jax.grad(lambda *a: (layer(*a) ** 2).sum(), argnums=(0, 2))(*arguments)
+        return (d_x * v).sum() + d_w_gate.sum()
+
+    gradients = jax.jit(jax.grad(slope, argnums=tuple(range(6))))(*arguments)
+    return {str(index): leaf for index, leaf in enumerate(jax.tree.leaves(gradients))}
+
+
+@functools.cache
+def reference_curvature():
+    return curvature(mini(), "reference")
+
+
+def test_second_derivatives_of_xla():
+    assert_near(curvature(mini(), "xla"), reference_curvature(), 1e-12)
+
+
+def test_second_derivatives_of_host_are_refused():
+    with pytest.raises(NotImplementedError) as caught:
+        curvature(mini(), "host")
+    assert str(caught.value) == 'moe: implementation "host" has no second derivative; use implementation="xla" or "reference"'

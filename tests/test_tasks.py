@@ -1,0 +1,311 @@
+"""The task list: each tile once, exact counts, and no task that reads a row before its writer or after
+the next one. Checked by executing the list on versions instead of numbers, in an order that only the
+counters bound; each wait that is taken away must be found."""
+
+import collections
+import itertools
+import random
+
+import numpy as np
+import pytest
+from test_schedule import make_dims
+
+from mok_jax import ops
+
+host = ops._host
+
+TILE = 8
+TILES = (4, 4, 4)  # columns, gradient rows, gradient columns
+MACROBATCH = 4 * TILE
+
+# Real rows per expert: more than two macrobatches, an expert over three of them, empty ones at each edge.
+COUNTS = {
+    "one block": [5],
+    "no rows": [0, 0],
+    "even": [16, 16, 16, 16, 16],
+    "straddling": [20, 0, 30, 1, 9, 0],
+    "straddling by a minibatch": [24, 24, 12, 30],
+    "one long expert": [0, 3, 90, 7],
+    "empty at a boundary": [32, 0, 0, 32, 0],
+    "all on the last": [0, 0, 70],
+}
+
+
+def listing(counts, *, ranks=2, backward=False, context=True, gradients=15, shared=6):
+    """The list for one rank that holds these experts."""
+    tokens = max(1, sum(counts))
+    dims = make_dims(
+        tokens=tokens,
+        top_k=1,
+        experts=len(counts),
+        ranks=ranks,
+        row_tile=TILE,
+        minibatch=2 * TILE,
+        macrobatch=MACROBATCH,
+        hidden=6,
+        intermediate=10,
+        shared_intermediate=shared,
+    )
+    offsets = np.concatenate([[0], np.cumsum([-(-c // TILE) * TILE for c in counts])]).astype(np.int32)
+    pass_ = host.Pass(backward=backward, context=context, gradients=gradients)
+    communication, compute, expected = host.list_tasks(dims, pass_, offsets, TILES)
+    return Listing(communication, compute, expected, offsets, tokens, ranks > 1, backward, context)
+
+
+Listing = collections.namedtuple("Listing", "communication compute expected offsets tokens exchanges backward context")
+
+VARIANTS = [
+    pytest.param(dict(ranks=ranks, backward=backward, context=context), id=f"{ranks} rank-{way}-{kept}")
+    for ranks in (1, 2)
+    for backward, way in ((False, "forward"), (True, "backward"))
+    for context, kept in ((True, "context"), (False, "no context"))
+]
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_count = pytest.mark.parametrize("counts", [pytest.param(c, id=name) for name, c in COUNTS.items()])
+
+HIDDEN_TILES, WIDTH_TILES, SHARED_TILES = 2, 3, 2
+
+
+class Versions:
+    """Buffers that hold, for each ring place, which block wrote it last."""
+
+    def __init__(self, listing):
+        self.listing = listing
+        self.held = {}
+
+    def reads(self, task):
+        """((buffer, place...), version) that must be there while the task runs."""
+        op, block, tile = task["op"], task["block"], task["tile"]
+        ring = block - task["macrobatch"] * MACROBATCH // TILE
+        exchanges, replayed = self.listing.exchanges, self.replayed(task)
+        x = [((self.x_buffer(task), ring), block)] if exchanges else []
+        every = lambda buffer, tiles: [((buffer, ring, t), block) for t in range(tiles)]  # noqa: E731
+        if op == "gate-up":
+            return x
+        if op == "down":
+            return every("h", WIDTH_TILES)
+        if op == "combine":
+            return every("out", HIDDEN_TILES)
+        if op == "dgrad-down":
+            pulled = [(("d_y", ring), block)] if exchanges else []
+            return pulled + ([(("gate", ring, tile), block)] if replayed else [])
+        if op == "dgrad-gate-up":
+            partials = every("d_weights", WIDTH_TILES) if tile == 0 and not exchanges else []
+            return every("d_h", WIDTH_TILES) + partials
+        if op == "reverse-dispatch":
+            return every("out", HIDDEN_TILES) + every("d_weights", WIDTH_TILES)
+        if op.startswith("weight-gradient"):
+            found = []
+            for b in range(block, block + task["blocks"]):
+                place = b - task["macrobatch"] * MACROBATCH // TILE
+                found += [(("d_h", place, t), b) for t in range(WIDTH_TILES)]
+                if exchanges:
+                    found.append(((self.x_buffer(task) if op.endswith("gate-up") else "d_y", place), b))
+            if task["carry_in"]:
+                found.append((("carry", op, tile), (task["expert"], task["macrobatch"] - 1)))
+            return found
+        if op == "shared down":
+            return every("shared h", SHARED_TILES)
+        if op == "shared dgrad-down":
+            return [] if self.listing.context else [(("shared gate", ring, tile), block)]
+        if op == "shared dgrad-gate-up":
+            return every("shared d_h", SHARED_TILES)
+        if op.startswith("shared weight-gradient"):
+            blocks = range(-(-self.listing.tokens // TILE))
+            return [(("shared d_h", b, t), b) for b in blocks for t in range(SHARED_TILES)]
+        return []
+
+    def writes(self, task):
+        op, block, tile = task["op"], task["block"], task["tile"]
+        ring = block - task["macrobatch"] * MACROBATCH // TILE
+        if op == "dispatch":
+            return [((self.x_buffer(task), ring), block)]
+        if op == "reverse-combine":
+            return [(("d_y", ring), block)] + ([((self.x_buffer(task), ring), block)] if self.replayed(task) else [])
+        if op == "gate-up":
+            return [(("gate" if self.listing.backward else "h", ring, tile), block)]
+        if op in ("down", "dgrad-gate-up"):
+            return [(("out", ring, tile), block)] if self.listing.exchanges else []
+        if op == "dgrad-down":
+            return [(("d_h", ring, tile), block), (("d_weights", ring, tile), block)]
+        if op.startswith("weight-gradient") and task["carry_out"]:
+            return [(("carry", op, tile), (task["expert"], task["macrobatch"]))]
+        if op == "shared gate-up":
+            return [(("shared gate" if self.listing.backward else "shared h", ring, tile), block)]
+        if op == "shared dgrad-down":
+            return [(("shared d_h", ring, tile), block)]
+        return []
+
+    def replayed(self, task):
+        return self.listing.backward and (task["macrobatch"] > 0 or not self.listing.context)
+
+    def x_buffer(self, task):
+        return "context x" if task["macrobatch"] == 0 and self.listing.context else "x"
+
+    def start(self, task):
+        """While it runs, a task's results hold nothing."""
+        self.check(task)
+        for place, _ in self.writes(task):
+            self.held[place] = None
+
+    def finish(self, task):
+        self.check(task)
+        self.held.update(self.writes(task))
+
+    def check(self, task):
+        # A carry that the task itself has begun to overwrite: it read it at its start.
+        own = {place for place, _ in self.writes(task)}
+        for place, version in self.reads(task):
+            if self.listing.backward and place[0] == "context x":
+                continue  # written by the forward pass
+            if place in own:
+                continue
+            if self.held.get(place) != version:
+                raise AssertionError(f"{task} needs {version} in {place}, found {self.held.get(place)}")
+
+
+def execute(listing, seed):
+    """Runs all tasks, several at once, in an order bounded by the counters alone. Returns the counters.
+
+    Of those that may start, the one of the highest random priority does; priorities lean on a task's
+    kind and macrobatch, so that whole stages are starved, which is how a missing wait shows.
+    """
+    rng = random.Random(seed)
+    lean = collections.defaultdict(rng.random)
+    tasks = [*listing.communication, *listing.compute]
+    waiting = sorted(tasks, key=lambda t: lean[t["op"], t["macrobatch"], t["expert"]] + 0.3 * rng.random())
+    counters = [0] * len(listing.expected)
+    versions = Versions(listing)
+    workers, running = rng.choice((1, 2, 4)), []
+
+    def full(wait):
+        first, count, target = wait
+        return all(counters[c] == target for c in range(first, first + count))
+
+    while waiting or running:
+        ready = None
+        if not running or (len(running) < workers and rng.random() < 0.7):
+            ready = next((task for task in waiting if all(map(full, task["waits"]))), None)
+        if ready:
+            waiting.remove(ready)
+            versions.start(ready)
+            running.append(ready)
+        elif running:
+            task = running.pop(rng.randrange(len(running)))
+            versions.finish(task)
+            if task["signal"] >= 0:
+                counters[task["signal"]] += 1
+        else:
+            raise AssertionError(f"stuck: {waiting[0]}")
+    return counters
+
+
+@every_variant
+@every_count
+def test_any_order_that_the_counters_allow_is_right_and_ends_at_the_exact_totals(counts, variant):
+    tasks = listing(counts, **variant)
+    for seed in range(6):
+        assert execute(tasks, seed) == tasks.expected
+
+
+@every_variant
+@every_count
+def test_two_cursors_never_get_stuck(counts, variant):
+    tasks = listing(counts, **variant)
+    counters = [0] * len(tasks.expected)
+    heads = [collections.deque(tasks.communication), collections.deque(tasks.compute)]
+    while any(heads):
+        for head in heads:
+            if head and all(counters[c] == t for first, n, t in head[0]["waits"] for c in range(first, first + n)):
+                signal = head.popleft()["signal"]
+                if signal >= 0:
+                    counters[signal] += 1
+                break
+        else:
+            pytest.fail(f"neither head is ready: {[head[0] for head in heads if head]}")
+    assert counters == tasks.expected
+
+
+@every_variant
+@every_count
+def test_every_tile_once(counts, variant):
+    tasks = listing(counts, **variant)
+    backward, replays = variant["backward"], 0 if variant["context"] else 1
+    blocks = tasks.offsets[-1] // TILE
+    first = min(blocks, MACROBATCH // TILE)
+    found = collections.Counter((t["op"], t["block"], t["tile"]) for t in tasks.compute + tasks.communication)
+    grid = lambda op, begin, end, tiles: {(op, b, t): 1 for b in range(begin, end) for t in range(tiles)}  # noqa: E731
+    token_blocks = -(-tasks.tokens // TILE)
+    if backward:
+        expected = grid("gate-up", 0 if replays else first, blocks, WIDTH_TILES)
+        expected |= grid("dgrad-down", 0, blocks, WIDTH_TILES) | grid("dgrad-gate-up", 0, blocks, HIDDEN_TILES)
+        expected |= grid("shared gate-up", 0, token_blocks * replays, SHARED_TILES)
+        expected |= grid("shared dgrad-down", 0, token_blocks, SHARED_TILES)
+        expected |= grid("shared dgrad-gate-up", 0, token_blocks, HIDDEN_TILES)
+        moves = ("reverse-combine", "reverse-dispatch")
+    else:
+        expected = grid("gate-up", 0, blocks, WIDTH_TILES) | grid("down", 0, blocks, HIDDEN_TILES)
+        expected |= grid("shared gate-up", 0, token_blocks, SHARED_TILES)
+        expected |= grid("shared down", 0, token_blocks, HIDDEN_TILES)
+        moves = ("dispatch", "combine")
+    for move in moves:
+        expected |= grid(move, 0, blocks if variant["ranks"] > 1 else 0, 1)
+    found = {key: n for key, n in found.items() if "weight-gradient" not in key[0] and key[0] != "none"}
+    assert found == expected
+
+
+@pytest.mark.parametrize("gradients", [pytest.param(g, id=f"bits {g}") for g in (0, 1, 2, 4, 8, 15)])
+@every_count
+def test_every_weight_gradient_is_stored_once_from_all_its_rows(counts, gradients):
+    tasks = listing(counts, backward=True, gradients=gradients)
+    rows, stored = collections.defaultdict(list), collections.Counter()
+    for task in tasks.compute:
+        if "weight-gradient" in task["op"]:
+            key = (task["op"], task["expert"], task["tile"])
+            assert task["carry_in"] == bool(rows[key]) or task["blocks"] == 0
+            rows[key] += range(task["block"], task["block"] + task["blocks"])
+            stored[key] += not task["carry_out"]
+    tiles = {1: ("weight-gradient-gate-up", 2 * 3), 2: ("weight-gradient-down", 3 * 2)}
+    for bit, (op, count) in tiles.items():
+        for expert, tile in itertools.product(range(len(counts)), range(count)):
+            key = (op, expert, tile)
+            begin, end = tasks.offsets[expert] // TILE, tasks.offsets[expert + 1] // TILE
+            assert rows.get(key, []) == list(range(begin, end)) * bool(gradients & bit)
+            assert stored[key] == bool(gradients & bit)
+    for bit, op in ((4, "shared weight-gradient-gate-up"), (8, "shared weight-gradient-down")):
+        assert sum(n for key, n in stored.items() if key[0] == op) == 4 * bool(gradients & bit)
+
+
+def test_macrobatches_run_last_to_first_and_back():
+    forward = [t["macrobatch"] for t in listing([70, 30]).compute if t["op"] == "gate-up"]
+    backward = [t["macrobatch"] for t in listing([70, 30], backward=True).compute if t["op"] == "dgrad-down"]
+    assert sorted(set(forward)) == [0, 1, 2, 3]
+    assert forward == sorted(forward, reverse=True) and backward == sorted(backward)
+
+
+# ---- the check itself: each wait is needed ----
+
+
+def _kinds():
+    """(variant, op, position of a wait in its task) of all waits of one listing with several macrobatches."""
+    for variant in VARIANTS:
+        tasks = listing(COUNTS["straddling"], **variant.values[0])
+        seen = sorted({(t["op"], w) for t in tasks.communication + tasks.compute for w in range(len(t["waits"]))})
+        for op, wait in seen:
+            yield pytest.param(variant.values[0], op, wait, id=f"{variant.id}-{op}-{wait}")
+
+
+@pytest.mark.parametrize("variant, op, wait", list(_kinds()))
+def test_without_this_wait_some_order_is_wrong(variant, op, wait):
+    for seed, counts, gradients in itertools.product(
+        range(40), ("straddling", "straddling by a minibatch", "one long expert"), (15, 0)
+    ):
+        tasks = listing(COUNTS[counts], gradients=gradients, **variant)
+        for task in tasks.communication + tasks.compute:
+            if task["op"] == op and wait < len(task["waits"]):
+                del task["waits"][wait]
+        try:
+            execute(tasks, seed)
+        except AssertionError:
+            return
+    pytest.fail("every order was right without it: the wait is not needed, or the check does not see its hazard")
