@@ -1,6 +1,22 @@
-"""mok_jax: a mixture-of-experts layer for training in JAX."""
+"""mok_jax: a mixture-of-experts layer for training in JAX, on CPU and GPU through the same code path."""
+
+import pkgutil
+from typing import Any
+
+# From the source tree, the extension modules are those of the installed package.
+__path__ = pkgutil.extend_path(__path__, __name__)
 
 from mok_jax.config import MoKConfig
-from mok_jax.moe import choose_implementation, moe, save_moe_residuals
+from mok_jax.moe import choose_implementation, moe, save_moe_residuals, why_not
 
-__all__ = ["MoKConfig", "choose_implementation", "moe", "save_moe_residuals"]
+__all__ = ["MoKConfig", "MoKMoE", "choose_implementation", "moe", "save_moe_residuals", "why_not"]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MoKMoE":  # only this needs flax
+        from mok_jax.nnx import MoKMoE
+
+        return MoKMoE
+    raise AttributeError(f"module 'mok_jax' has no attribute {name!r}")

@@ -361,8 +361,13 @@ def _moe(call: _Call, x, ids, weights, experts: Weights, shared: Weights | None)
     ]
     if explicit:
         arguments = jax.tree.map(functools.partial(_reshard, layout, explicit), arguments, specs)
+    local = functools.partial(_local, call)
+    if set(layout.wrapped) != set(layout.mesh.axis_names):
+        # Inside a caller's shard_map: JAX gives the residuals of a nested one specs that name the outer
+        # axes, which do not lower. Recomputed residuals need none.
+        local = jax.checkpoint(local)
     run = jax.shard_map(
-        functools.partial(_local, call),
+        local,
         mesh=None if layout.ambient else layout.mesh,
         in_specs=specs,
         out_specs=tokens,

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import os
 import re
 from typing import Any, NamedTuple
 
@@ -26,21 +27,30 @@ TARGETS = ("mok_forward", "mok_backward")
 """The FFI targets, for `jax.export.DisabledSafetyCheck.custom_call`."""
 
 
+LEVEL_VARIABLE = "MOK_CPU_LEVEL"
+
+
 def _load():
-    """The module built for the highest x86-64 level this CPU has; registers its targets."""
+    """The module built for the highest x86-64 level this CPU has; registers its targets.
+
+    Raises:
+      ImportError: jaxlib is older than the FFI headers. Registering would break the whole CPU backend.
+      ValueError: MOK_CPU_LEVEL names no level, or one that this CPU lacks.
+    """
     base = importlib.import_module("mok_jax._host_v2")
     built, running = base.JAXLIB_VERSION, jaxlib.__version__
     if _version(running) < _version(built):
         raise ImportError(
             f"mok_jax was built for jaxlib {built} or newer, but jaxlib {running} is installed; upgrade jax and jaxlib"
         )
-    for level in ("v4", "v3"):
-        if base.cpu_has(f"x86-64-{level}"):
-            base = importlib.import_module(f"mok_jax._host_{level}")
-            break
-    for name, target in base.targets().items():
+    levels = [level for level in ("v4", "v3", "v2") if base.cpu_has(f"x86-64-{level}")]
+    level = os.environ.get(LEVEL_VARIABLE) or levels[0]
+    if level not in levels:
+        raise ValueError(f"{LEVEL_VARIABLE} must be one of {levels} on this CPU, got {level!r}; unset it for the first")
+    module = importlib.import_module(f"mok_jax._host_{level}")
+    for name, target in module.targets().items():
         jax.ffi.register_ffi_target(name, target, platform="cpu")
-    return base
+    return module
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -203,7 +213,7 @@ def backward(
     return [d_x, d_router, *d_weights]
 
 
-def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, arguments):
+def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, arguments) -> list[jax.Array]:
     # The results vary over the mesh axes that x varies over; a plain ShapeDtypeStruct would claim that
     # they do not.
     like = jax.typeof(arguments[1])

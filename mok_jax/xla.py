@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
 
 from mok_jax.reference import accumulation_dtype, expert_ffn, swiglu
 
@@ -69,61 +70,78 @@ def moe_xla(x, ids, weights, experts, shared, limit, expert_axis):
     return y.astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_ffn(limit, rows, counts, w_gate, w_up, w_down):
-    """Each group of rows through its expert; counts: int32 [local experts], rows per expert in order.
-
-    It has a derivative of its own for the weight gradients: autodiff would round them to the rows'
-    dtype before it widens them to a float32 weight.
-    """
-    return _grouped_ffn_forward(limit, rows, counts, w_gate, w_up, w_down)[0]
-
-
-def _grouped_ffn_forward(limit, rows, counts, w_gate, w_up, w_down):
-    gate = _ragged_dot(rows, w_gate, counts)
-    up = _ragged_dot(rows, w_up, counts)
-    h = _activate(limit, gate, up)
-    return _ragged_dot(h, w_down, counts), (rows, counts, w_gate, w_up, w_down, gate, up)
+    """Each group of rows through its expert; counts: int32 [local experts], rows per expert in order."""
+    dtype = rows.dtype
+    # Wide, though every value is one of dtype: so that the gradients of gate and up meet in one sum.
+    wide_rows = rows.astype(accumulation_dtype(dtype))
+    gate = _ragged_dot(dtype, wide_rows, w_gate, counts).astype(dtype)
+    up = _ragged_dot(dtype, wide_rows, w_up, counts).astype(dtype)
+    h = swiglu(gate.astype(wide_rows.dtype), up.astype(wide_rows.dtype), limit).astype(dtype)
+    return _ragged_dot(dtype, h, w_down, counts).astype(dtype)
 
 
-def _grouped_ffn_backward(limit, residuals, d_out):
-    rows, counts, w_gate, w_up, w_down, gate, up = residuals
-    h, activation_gradient = jax.vjp(functools.partial(_activate, limit), gate, up)
-    d_h = _ragged_dot(d_out, w_down.swapaxes(1, 2), counts)
-    d_gate, d_up = activation_gradient(d_h)
-    wide = accumulation_dtype(rows.dtype)
-    d_rows = (
-        _ragged_dot(d_gate, w_gate.swapaxes(1, 2), counts, wide) + _ragged_dot(d_up, w_up.swapaxes(1, 2), counts, wide)
-    ).astype(rows.dtype)
-    d_w_gate = _weight_gradient(rows, d_gate, counts, w_gate.dtype)
-    d_w_up = _weight_gradient(rows, d_up, counts, w_up.dtype)
-    d_w_down = _weight_gradient(h, d_out, counts, w_down.dtype)
-    return d_rows, None, d_w_gate, d_w_up, d_w_down
+# Two products that are each other's gradients, so that every order of derivative exists (JAX has no
+# transpose of a contraction over ragged rows) and each gradient is rounded once, to its operand's own
+# dtype: autodiff would round a float32 weight's gradient to bfloat16 on the way.
 
 
-_grouped_ffn.defvjp(_grouped_ffn_forward, _grouped_ffn_backward)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged_dot(dtype, rows, weights, counts):
+    """Each group of rows times its expert's weights, operands rounded to dtype: accumulation dtype [rows, n]."""
+
+    @sequential_vmap
+    def run(rows, weights, counts):
+        return lax.ragged_dot(
+            rows.astype(dtype),
+            weights.astype(dtype),
+            counts,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=accumulation_dtype(dtype),
+        )
+
+    return run(rows, weights, counts)
 
 
-def _activate(limit, gate, up):
-    wide = accumulation_dtype(gate.dtype)
-    return swiglu(gate.astype(wide), up.astype(wide), limit).astype(gate.dtype)
+def _ragged_dot_forward(dtype, rows, weights, counts):
+    return _ragged_dot(dtype, rows, weights, counts), (rows, weights, counts)
 
 
-def _ragged_dot(rows, weights, counts, dtype=None):
-    """Sums in the accumulation dtype, rounded once to `dtype` (None: the rows' own)."""
-    wide = accumulation_dtype(rows.dtype)
-    out = lax.ragged_dot(
-        rows, weights.astype(rows.dtype), counts, precision=lax.Precision.HIGHEST, preferred_element_type=wide
-    )
-    return out.astype(dtype or rows.dtype)
+def _ragged_dot_backward(dtype, residuals, d_out):
+    rows, weights, counts = residuals
+    d_rows = _ragged_dot(dtype, d_out, weights.swapaxes(1, 2), counts).astype(rows.dtype)
+    return d_rows, _weight_gradient(dtype, rows, d_out, counts).astype(weights.dtype), None
 
 
-def _weight_gradient(rows, d_rows, counts, dtype):
-    return lax.ragged_dot_general(
-        rows,
-        d_rows,
-        counts,
-        _WEIGHT_GRADIENT,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=accumulation_dtype(rows.dtype),
-    ).astype(dtype)
+_ragged_dot.defvjp(_ragged_dot_forward, _ragged_dot_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weight_gradient(dtype, rows, d_out, counts):
+    """Sum over each group of the outer products of its rows: accumulation dtype [groups, m, n]."""
+
+    @sequential_vmap
+    def run(rows, d_out, counts):
+        return lax.ragged_dot_general(
+            rows.astype(dtype),
+            d_out.astype(dtype),
+            counts,
+            _WEIGHT_GRADIENT,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=accumulation_dtype(dtype),
+        )
+
+    return run(rows, d_out, counts)
+
+
+def _weight_gradient_forward(dtype, rows, d_out, counts):
+    return _weight_gradient(dtype, rows, d_out, counts), (rows, d_out, counts)
+
+
+def _weight_gradient_backward(dtype, residuals, d_weights):
+    rows, d_out, counts = residuals
+    d_rows = _ragged_dot(dtype, d_out, d_weights.swapaxes(1, 2), counts).astype(rows.dtype)
+    return d_rows, _ragged_dot(dtype, rows, d_weights, counts).astype(d_out.dtype), None
+
+
+_weight_gradient.defvjp(_weight_gradient_forward, _weight_gradient_backward)

@@ -1,22 +1,20 @@
 """Every refusal of moe() by its full text: who, argument, requirement, found, remedy."""
 
+import importlib
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from cases import call, make_case
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 import mok_jax
 from mok_jax import MoKConfig
 
 SIZES = dict(tokens=8, hidden=6, intermediate=10, experts=4, top_k=2, shared=14)
 CASE = make_case("f32", **SIZES)
-
-
-def zeros(dtype, *shape):
-    return jnp.zeros(shape, dtype)
+WEIGHTS = ("w_gate", "w_up", "w_down")
 
 
 def mesh(*shape, names=("data", "expert")):
@@ -29,176 +27,81 @@ def refuse(error, text, case=CASE, implementation="xla", **options):
     assert str(caught.value) == text
 
 
-# (argument, wrong value, error, message after "moe: ")
-ARGUMENTS = {
-    "x_float16": (
-        "x",
-        zeros("float16", 8, 6),
-        TypeError,
-        "x must be float32, float64 or bfloat16 [tokens, hidden], got float16[8, 6]; cast x",
-    ),
-    "x_int32": (
-        "x",
-        zeros("int32", 8, 6),
-        TypeError,
-        "x must be float32, float64 or bfloat16 [tokens, hidden], got int32[8, 6]; cast x",
-    ),
-    "x_list": ("x", [1.0, 2.0], TypeError, "x must be an array, got list [1.0, 2.0]"),
-    "x_none": ("x", None, TypeError, "x must be an array, got NoneType None"),
-    "x_rank_3": (
-        "x",
-        zeros("float32", 2, 4, 6),
-        ValueError,
-        "x must be float32[tokens, hidden], got float32[2, 4, 6]; it has 3 axes, not 2",
-    ),
-    "x_hidden_0": (
-        "x",
-        zeros("float32", 8, 0),
-        ValueError,
-        "x must be float32[tokens, hidden], got float32[8, 0]; its hidden must be at least 1",
-    ),
-    "ids_int64": (
-        "expert_ids",
-        zeros("int64", 8, 2),
-        TypeError,
-        "expert_ids must be int32[tokens=8, top_k], got int64[8, 2]; cast it to int32",
-    ),
-    "ids_float": (
-        "expert_ids",
-        zeros("float32", 8, 2),
-        TypeError,
-        "expert_ids must be int32[tokens=8, top_k], got float32[8, 2]; cast it to int32",
-    ),
-    "ids_rank_1": (
-        "expert_ids",
-        zeros("int32", 8),
-        ValueError,
-        "expert_ids must be int32[tokens=8, top_k], got int32[8]; it has 1 axes, not 2",
-    ),
-    "ids_tokens": (
-        "expert_ids",
-        zeros("int32", 7, 2),
-        ValueError,
-        "expert_ids must be int32[tokens=8, top_k], got int32[7, 2]; its tokens differs",
-    ),
-    "ids_top_k_0": (
-        "expert_ids",
-        zeros("int32", 8, 0),
-        ValueError,
-        "expert_ids must be int32[tokens=8, top_k], got int32[8, 0]; its top_k must be at least 1",
-    ),
-    "router_weights_dtype": (
-        "router_weights",
-        zeros("bfloat16", 8, 2),
-        TypeError,
-        "router_weights must be float32[tokens=8, top_k=2], got bfloat16[8, 2]; cast it to float32",
-    ),
-    "router_weights_rank": (
-        "router_weights",
-        zeros("float32", 8, 2, 1),
-        ValueError,
-        "router_weights must be float32[tokens=8, top_k=2], got float32[8, 2, 1]; it has 3 axes, not 2",
-    ),
-    "router_weights_tokens": (
-        "router_weights",
-        zeros("float32", 9, 2),
-        ValueError,
-        "router_weights must be float32[tokens=8, top_k=2], got float32[9, 2]; its tokens differs",
-    ),
-    "router_weights_top_k": (
-        "router_weights",
-        zeros("float32", 8, 3),
-        ValueError,
-        "router_weights must be float32[tokens=8, top_k=2], got float32[8, 3]; its top_k differs",
-    ),
-    "w_gate_dtype": (
-        "w_gate",
-        zeros("bfloat16", 4, 6, 10),
-        TypeError,
-        "w_gate must be float32[experts, hidden=6, intermediate], got bfloat16[4, 6, 10]; cast it to float32",
-    ),
-    "w_gate_rank": (
-        "w_gate",
-        zeros("float32", 6, 10),
-        ValueError,
-        "w_gate must be float32[experts, hidden=6, intermediate], got float32[6, 10]; it has 2 axes, not 3",
-    ),
-    "w_gate_hidden": (
-        "w_gate",
-        zeros("float32", 4, 5, 10),
-        ValueError,
-        "w_gate must be float32[experts, hidden=6, intermediate], got float32[4, 5, 10]; its hidden differs",
-    ),
-    "w_gate_experts_0": (
-        "w_gate",
-        zeros("float32", 0, 6, 10),
-        ValueError,
-        "w_gate must be float32[experts, hidden=6, intermediate], got float32[0, 6, 10]; its experts must be at least 1",
-    ),
-    "w_gate_width_0": (
-        "w_gate",
-        zeros("float32", 4, 6, 0),
-        ValueError,
-        "w_gate must be float32[experts, hidden=6, intermediate], got float32[4, 6, 0]; its intermediate must be at least 1",
-    ),
-    "w_up_dtype": (
-        "w_up",
-        zeros("float64", 4, 6, 10),
-        TypeError,
-        "w_up must be float32[experts=4, hidden=6, intermediate=10], got float64[4, 6, 10]; cast it to float32",
-    ),
-    "w_up_experts": (
-        "w_up",
-        zeros("float32", 3, 6, 10),
-        ValueError,
-        "w_up must be float32[experts=4, hidden=6, intermediate=10], got float32[3, 6, 10]; its experts differs",
-    ),
-    "w_up_width": (
-        "w_up",
-        zeros("float32", 4, 6, 9),
-        ValueError,
-        "w_up must be float32[experts=4, hidden=6, intermediate=10], got float32[4, 6, 9]; its intermediate differs",
-    ),
-    "w_down_transposed": (
-        "w_down",
-        zeros("float32", 4, 6, 10),
-        ValueError,
-        "w_down must be float32[experts=4, intermediate=10, hidden=6], got float32[4, 6, 10]; its intermediate differs",
-    ),
-    "w_down_hidden": (
-        "w_down",
-        zeros("float32", 4, 10, 7),
-        ValueError,
-        "w_down must be float32[experts=4, intermediate=10, hidden=6], got float32[4, 10, 7]; its hidden differs",
-    ),
+REQUIRED = {
+    "x": "x must be float32[tokens, hidden]",
+    "expert_ids": "expert_ids must be int32[tokens=8, top_k]",
+    "router_weights": "router_weights must be float32[tokens=8, top_k=2]",
+    "w_gate": "w_gate must be float32[experts, hidden=6, intermediate]",
+    "w_up": "w_up must be float32[experts=4, hidden=6, intermediate=10]",
+    "w_down": "w_down must be float32[experts=4, intermediate=10, hidden=6]",
+    "shared w_gate": "shared w_gate must be float32[hidden=6, intermediate]",
+    "shared w_up": "shared w_up must be float32[hidden=6, intermediate=14]",
+    "shared w_down": "shared w_down must be float32[intermediate=14, hidden=6]",
 }
 
+# (argument, dtype and shape given, error, remedy)
+WRONG = [
+    ("x", "float32", (2, 4, 6), ValueError, "it has 3 axes, not 2"),
+    ("x", "float32", (8, 0), ValueError, "its hidden must be at least 1"),
+    ("expert_ids", "int64", (8, 2), TypeError, "cast it to int32"),
+    ("expert_ids", "float32", (8, 2), TypeError, "cast it to int32"),
+    ("expert_ids", "int32", (8,), ValueError, "it has 1 axes, not 2"),
+    ("expert_ids", "int32", (7, 2), ValueError, "its tokens differs"),
+    ("expert_ids", "int32", (8, 0), ValueError, "its top_k must be at least 1"),
+    ("router_weights", "bfloat16", (8, 2), TypeError, "cast it to float32"),
+    ("router_weights", "float64", (8, 2), TypeError, "cast it to float32"),
+    ("router_weights", "float32", (8, 2, 1), ValueError, "it has 3 axes, not 2"),
+    ("router_weights", "float32", (9, 2), ValueError, "its tokens differs"),
+    ("router_weights", "float32", (8, 3), ValueError, "its top_k differs"),
+    ("w_gate", "bfloat16", (4, 6, 10), TypeError, "cast it to float32"),
+    ("w_gate", "float32", (6, 10), ValueError, "it has 2 axes, not 3"),
+    ("w_gate", "float32", (4, 5, 10), ValueError, "its hidden differs"),
+    ("w_gate", "float32", (0, 6, 10), ValueError, "its experts must be at least 1"),
+    ("w_gate", "float32", (4, 6, 0), ValueError, "its intermediate must be at least 1"),
+    ("w_up", "float64", (4, 6, 10), TypeError, "cast it to float32"),
+    ("w_up", "float32", (3, 6, 10), ValueError, "its experts differs"),
+    ("w_up", "float32", (4, 6, 9), ValueError, "its intermediate differs"),
+    ("w_down", "int32", (4, 10, 6), TypeError, "cast it to float32"),
+    ("w_down", "float32", (4, 6, 10), ValueError, "its intermediate differs"),
+    ("w_down", "float32", (4, 10, 7), ValueError, "its hidden differs"),
+    ("shared w_gate", "int32", (6, 14), TypeError, "cast it to float32"),
+    ("shared w_gate", "float32", (1, 6, 14), ValueError, "it has 3 axes, not 2"),
+    ("shared w_gate", "float32", (7, 14), ValueError, "its hidden differs"),
+    ("shared w_up", "float32", (6, 10), ValueError, "its intermediate differs"),
+    ("shared w_down", "bfloat16", (14, 6), TypeError, "cast it to float32"),
+    ("shared w_down", "float32", (6, 14), ValueError, "its intermediate differs"),
+]
 
-@pytest.mark.parametrize(("name", "value", "error", "text"), ARGUMENTS.values(), ids=ARGUMENTS)
-def test_arguments(name, value, error, text):
-    refuse(error, f"moe: {text}", CASE._replace(**{name: value}))
+
+def replaced(name, value):
+    """CASE with one argument changed, the shared ones too."""
+    shared = [value if name == f"shared {weight}" else old for weight, old in zip(WEIGHTS, CASE.shared, strict=True)]
+    return CASE._replace(shared=tuple(shared)) if name.startswith("shared") else CASE._replace(**{name: value})
 
 
-# (index in shared, wrong value, error, message after "moe: shared ")
-SHARED = {
-    "gate_dtype": (0, zeros("int32", 6, 14), TypeError, "w_gate must be float32[hidden=6, intermediate], got int32[6, 14]; cast it to float32"),
-    "gate_rank": (0, zeros("float32", 1, 6, 14), ValueError, "w_gate must be float32[hidden=6, intermediate], got float32[1, 6, 14]; it has 3 axes, not 2"),
-    "gate_hidden": (0, zeros("float32", 7, 14), ValueError, "w_gate must be float32[hidden=6, intermediate], got float32[7, 14]; its hidden differs"),
-    "up_width": (1, zeros("float32", 6, 10), ValueError, "w_up must be float32[hidden=6, intermediate=14], got float32[6, 10]; its intermediate differs"),
-    "down_transposed": (2, zeros("float32", 6, 14), ValueError, "w_down must be float32[intermediate=14, hidden=6], got float32[6, 14]; its intermediate differs"),
-    "down_none": (2, None, TypeError, "w_down must be an array, got NoneType None"),
-}  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "error", "remedy"), WRONG, ids=[f"{row[0]}-{row[1]}{list(row[2])}" for row in WRONG]
+)
+def test_arguments(name, dtype, shape, error, remedy):
+    text = f"moe: {REQUIRED[name]}, got {dtype}{list(shape)}; {remedy}"
+    refuse(error, text, replaced(name, jnp.zeros(shape, dtype)))
 
 
-@pytest.mark.parametrize(("index", "value", "error", "text"), SHARED.values(), ids=SHARED)
-def test_shared(index, value, error, text):
-    shared = [value if i == index else weight for i, weight in enumerate(CASE.shared)]
-    refuse(error, f"moe: shared {text}", CASE._replace(shared=tuple(shared)))
+@pytest.mark.parametrize("dtype", ["float16", "int32", "bool"])
+def test_dtype_of_x(dtype):
+    text = f"moe: x must be float32, float64 or bfloat16 [tokens, hidden], got {dtype}[8, 6]; cast x"
+    refuse(TypeError, text, replaced("x", jnp.zeros((8, 6), dtype)))
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+@pytest.mark.parametrize(("value", "found"), [([1.0], "list [1.0]"), (None, "NoneType None")], ids=["list", "none"])
+def test_no_array(name, value, found):
+    refuse(TypeError, f"moe: {name} must be an array, got {found}", replaced(name, value))
 
 
 @pytest.mark.parametrize(
     ("shared", "found"),
-    [(zeros("float32", 6, 14), "float32[6, 14]"), ((1, 2), "tuple (1, 2)"), ("no", "str 'no'")],
+    [(jnp.zeros((6, 14), "float32"), "float32[6, 14]"), ((1, 2), "tuple (1, 2)"), ("no", "str 'no'")],
     ids=["array", "pair", "text"],
 )
 def test_shared_is_no_triple(shared, found):
@@ -291,7 +194,29 @@ def test_another_mesh_than_the_ambient_one():
 
 def test_checks_come_at_trace_time_too():
     with pytest.raises(ValueError, match=re.escape("got float32[8, 3]; its top_k differs")):
-        jax.eval_shape(lambda case: call(case, "xla"), CASE._replace(router_weights=zeros("float32", 8, 3)))
+        jax.eval_shape(lambda case: call(case, "xla"), CASE._replace(router_weights=jnp.zeros((8, 3), "float32")))
+
+
+# ---- what only "host" refuses ----
+
+
+@pytest.mark.parametrize("name", ["minibatch", "macrobatch"])
+def test_sizes_that_do_not_fit_the_row_tile_of_host(name):
+    text = f"MoKConfig: {name} must be a multiple of the row tile, got {name}=200 and the row tile=128; use {name}=256"
+    refuse(ValueError, text, implementation="host", config=MoKConfig(**{name: 200}))
+
+
+def test_more_rows_than_int32_holds():
+    many = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2**30, *a.shape[1:]), a.dtype), CASE[:3])
+    text = "moe: ranks * tokens * top_k must be less than 2**31, got 1 * 1073741824 * 2; split the tokens over several calls"
+    with pytest.raises(ValueError) as caught:
+        jax.eval_shape(lambda case: call(case, "host"), type(CASE)(*many, *CASE[3:]))
+    assert str(caught.value) == text
+
+
+def test_a_bad_timeout_variable(monkeypatch):
+    monkeypatch.setenv("MOK_TIMEOUT", "soon")
+    refuse(ValueError, "MOK_TIMEOUT must be a number of seconds > 0, got 'soon'; unset it for 20", implementation="host")
 
 
 # ---- the choice of the implementation ----
@@ -315,7 +240,8 @@ def test_unknown_implementation(name, error, found):
     ids=["gpu", "processes"],
 )
 def test_host_where_it_cannot_run(monkeypatch, platform, processes, reason):
-    monkeypatch.setattr(mok_jax.moe.__globals__["_platform"].__module__ + "._platform", lambda mesh: (platform, processes))
+    module = importlib.import_module("mok_jax.moe")  # the package's `moe` is the function
+    monkeypatch.setattr(module, "_platform", lambda mesh: (platform, processes))
     text = f'moe: implementation "host" cannot run here: {reason}; use None or "xla"'
     refuse(ValueError, text, implementation="host")
     assert mok_jax.choose_implementation() == "xla"
@@ -348,6 +274,3 @@ def test_the_default_device_decides_without_a_mesh(monkeypatch):
     with jax.default_device(jax.devices("cpu")[0]):
         assert mok_jax.choose_implementation() == "host"
 
-
-def test_a_spec_is_no_mesh():
-    refuse(TypeError, "moe: mesh must be a jax.sharding.Mesh or None, got PartitionSpec PartitionSpec('expert',)", mesh=PartitionSpec("expert"))
