@@ -6,18 +6,19 @@ Called by the modules and by users. Everything below `_moe` may assume checked a
 import dataclasses
 import functools
 import logging
-import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mok_jax import ops
 from mok_jax.config import MoKConfig
+from mok_jax.placement import AnyMesh, Placement, place, vary_alike
 from mok_jax.reference import accumulation_dtype, moe_reference
 from mok_jax.xla import moe_xla
 
@@ -44,7 +45,7 @@ def moe(
     shared: Weights | None = None,
     implementation: str | None = None,
     config: MoKConfig = MoKConfig(),
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: AnyMesh | None = None,
     expert_axis: str = "expert",
     token_axes: tuple[str, ...] | None = None,
 ) -> jax.Array:
@@ -104,91 +105,21 @@ def moe(
     if not isinstance(config, MoKConfig):
         raise TypeError(f"moe: config must be a MoKConfig, got {_describe(config)}")
     arrays = {name: _as_array(name, value) for name, value in arguments.items()}
-    layout = _layout(mesh, list(arrays.values()), expert_axis, token_axes)
-    _check_arguments(arrays, layout, config)
-    chosen = choose_implementation(implementation, layout.mesh)
-    x, ids, weights, *experts = list(arrays.values())
-    experts, shared = tuple(experts[:3]), tuple(experts[3:]) or None
-    call = _Call(chosen, config, layout)
+    placement = place(mesh, list(arrays.values()), expert_axis, token_axes)
+    _check_arguments(arrays, placement, config)
+    chosen = choose_implementation(implementation, placement.mesh)
+    x, ids, weights, *matrices = list(arrays.values())
+    experts, shared = tuple(matrices[:3]), tuple(matrices[3:]) or None
+    call = _Call(chosen, config, placement)
     if chosen == "host":
-        call.dims(x, ids, experts, shared, layout.token_shards, layout.expert_shards).check()
+        call.dims(x, ids, experts, shared, placement.token_shards, placement.expert_shards).check()
     return _moe(call, x, ids, weights, experts, shared)
-
-
-# ---- the mesh ----
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Where tokens and experts lie. `wrapped` are the axes that `moe` itself makes manual."""
-
-    mesh: Mesh | AbstractMesh | None
-    expert_axis: str | None  # None: one rank
-    token_axes: tuple[str, ...]
-    wrapped: tuple[str, ...]
-    ambient: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return 1 if self.expert_axis is None else self.mesh.shape[self.expert_axis]
-
-    @property
-    def expert_shards(self) -> int:
-        """Shards of the experts that the caller's arrays still hold together."""
-        return self.ranks if self.expert_axis in self.wrapped else 1
-
-    @property
-    def token_shards(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self.wrapped_token_axes)  # 1 without a mesh
-
-    @property
-    def wrapped_token_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self.token_axes if axis in self.wrapped)
-
-
-def _layout(mesh, arrays, expert_axis, token_axes) -> _Layout:
-    if not isinstance(expert_axis, str):
-        raise TypeError(f"moe: expert_axis must be the name of a mesh axis, got {_describe(expert_axis)}")
-    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise TypeError(f"moe: mesh must be a jax.sharding.Mesh or None, got {_describe(mesh)}")
-    ambient = jax.sharding.get_abstract_mesh()
-    if mesh is None:
-        meshes = [ambient, *(jax.typeof(a).sharding.mesh for a in arrays)]
-        mesh = next((m for m in meshes if not m.empty), None)
-    elif not ambient.empty:
-        if ambient.shape_tuple != mesh.shape_tuple:
-            raise ValueError(
-                f"moe: mesh must be the ambient one, got {dict(mesh.shape)} under jax.set_mesh of {dict(ambient.shape)}; "
-                "leave mesh out or call outside that context"
-            )
-        mesh = ambient  # it knows which axes are manual here
-    names = () if mesh is None else mesh.axis_names
-    if token_axes is not None:
-        if isinstance(token_axes, str):
-            token_axes = (token_axes,)
-        token_axes = tuple(token_axes)
-        unknown = [axis for axis in token_axes if axis not in names]
-        if unknown:
-            raise ValueError(f"moe: token_axes must name axes of the mesh {tuple(names)}, got {unknown[0]!r}")
-        if expert_axis in names and expert_axis not in token_axes:
-            raise ValueError(
-                f"moe: token_axes must contain the expert axis {expert_axis!r}, got {token_axes}; "
-                "add it: the layer splits tokens over it whatever sharding x has"
-            )
-    if mesh is None:
-        return _Layout(None, None, (), ())
-    # In mesh order whatever the caller's: the order must not change the layout.
-    token_axes = tuple(axis for axis in names if token_axes is None or axis in token_axes)
-    wrapped = tuple(
-        axis for axis, kind in zip(names, mesh.axis_types, strict=True) if kind != AxisType.Manual
-    )
-    return _Layout(mesh, expert_axis if expert_axis in names else None, token_axes, wrapped, mesh is ambient)
 
 
 # ---- checks ----
 
 
-def _check_arguments(arrays: dict[str, Any], layout: _Layout, config: MoKConfig) -> None:
+def _check_arguments(arrays: dict[str, Any], placement: Placement, config: MoKConfig) -> None:
     x = arrays["x"]
     name = x.dtype.name
     if name not in ("float32", "float64", "bfloat16"):
@@ -211,24 +142,24 @@ def _check_arguments(arrays: dict[str, Any], layout: _Layout, config: MoKConfig)
         _check("shared w_up", arrays["shared w_up"], weight_dtypes, ("hidden", "intermediate"), **sizes)
         _check("shared w_down", arrays["shared w_down"], weight_dtypes, ("intermediate", "hidden"), **sizes)
 
-    if tokens % layout.token_shards:
+    if tokens % placement.token_shards:
         raise ValueError(
-            f"moe: tokens must be divisible by the mesh axes {layout.wrapped_token_axes} of size {layout.token_shards}, "
-            f"got x {_show(x)}; pad x with rows whose ids are -1, or name fewer token_axes"
+            f"moe: tokens must be divisible by the mesh axes {placement.wrapped_token_axes} of size "
+            f"{placement.token_shards}, got x {_show(x)}; pad x with rows whose ids are -1, or name fewer token_axes"
         )
-    if experts % layout.expert_shards:
+    if experts % placement.expert_shards:
         raise ValueError(
-            f"moe: experts must be divisible by the expert axis {layout.expert_axis!r} of size {layout.ranks}, "
+            f"moe: experts must be divisible by the expert axis {placement.expert_axis!r} of size {placement.ranks}, "
             f"got w_gate {_show(arrays['w_gate'])}; change the mesh or the number of experts"
         )
     virtual = config.virtual_ranks
     if virtual > 1:
-        if layout.ranks > 1:
+        if placement.ranks > 1:
             raise ValueError(
-                f"moe: virtual_ranks must be 1 where the expert axis has {layout.ranks} ranks, got {virtual}; "
+                f"moe: virtual_ranks must be 1 where the expert axis has {placement.ranks} ranks, got {virtual}; "
                 "virtual ranks split one device"
             )
-        local_tokens = tokens // layout.token_shards
+        local_tokens = tokens // placement.token_shards
         if local_tokens % virtual or experts % virtual:
             raise ValueError(
                 f"moe: tokens and experts must be divisible by virtual_ranks={virtual}, "
@@ -268,7 +199,7 @@ def _describe(value) -> str:
 # ---- choice ----
 
 
-def choose_implementation(implementation: str | None = None, mesh: Mesh | AbstractMesh | None = None) -> str:
+def choose_implementation(implementation: str | None = None, mesh: AnyMesh | None = None) -> str:
     """The implementation that `moe` runs on these devices; a named one is returned or refused.
 
     Args:
@@ -279,7 +210,9 @@ def choose_implementation(implementation: str | None = None, mesh: Mesh | Abstra
       TypeError, ValueError: an unknown name, or one that the devices do not allow.
     """
     if implementation is not None and not isinstance(implementation, str):
-        raise TypeError(f"moe: implementation must be one of {IMPLEMENTATIONS} or None, got {_describe(implementation)}")
+        raise TypeError(
+            f"moe: implementation must be one of {IMPLEMENTATIONS} or None, got {_describe(implementation)}"
+        )
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"moe: implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
@@ -287,7 +220,7 @@ def choose_implementation(implementation: str | None = None, mesh: Mesh | Abstra
         if reason is not None:
             raise ValueError(f'moe: implementation "{implementation}" cannot run here: {reason}; use None or "xla"')
         return implementation
-    refused = []
+    refused: list[tuple[str, str]] = []
     for name in IMPLEMENTATIONS:
         reason = why_not(name, mesh)
         if reason is None:
@@ -297,7 +230,7 @@ def choose_implementation(implementation: str | None = None, mesh: Mesh | Abstra
     raise AssertionError("unreachable: reference runs anywhere")
 
 
-def why_not(implementation: str, mesh: Mesh | AbstractMesh | None = None) -> str | None:
+def why_not(implementation: str, mesh: AnyMesh | None = None) -> str | None:
     """Why an implementation cannot run on the devices of `mesh`, or None where it can."""
     if implementation != "host":
         return None
@@ -310,10 +243,10 @@ def why_not(implementation: str, mesh: Mesh | AbstractMesh | None = None) -> str
 
 
 def _platform(mesh) -> tuple[str, int]:
-    if isinstance(mesh, Mesh):
+    if isinstance(mesh, Mesh) and not mesh.empty:
         devices = mesh.devices.flat
         return devices[0].platform, len({device.process_index for device in devices})
-    if mesh is not None and mesh.abstract_device is not None:
+    if mesh is not None and not mesh.empty:
         return mesh.abstract_device.platform, jax.process_count()
     default = jax.config.jax_default_device
     if default is None:
@@ -328,7 +261,7 @@ def _platform(mesh) -> tuple[str, int]:
 class _Call:
     implementation: str
     config: MoKConfig
-    layout: _Layout
+    placement: Placement
 
     def dims(self, x, ids, experts, shared, shards: int = 1, expert_shards: int = 1) -> ops.Dims:
         """The sizes on one rank, from arrays that hold so many token and expert shards."""
@@ -338,7 +271,7 @@ class _Call:
             intermediate=experts[0].shape[2],
             shared_intermediate=0 if shared is None else shared[0].shape[1],
             local_experts=experts[0].shape[0] // expert_shards,
-            ranks=self.layout.ranks,
+            ranks=self.placement.ranks,
             top_k=ids.shape[1],
             dtype=x.dtype,
             config=self.config,
@@ -348,77 +281,40 @@ class _Call:
 @functools.partial(jax.jit, static_argnums=0)
 def _moe(call: _Call, x, ids, weights, experts: Weights, shared: Weights | None):
     """Runs `_local` on every device: jitted, so that an eager call compiles once as a whole."""
-    layout = call.layout
-    if not layout.wrapped:
+    placement = call.placement
+    if not placement.wrapped:
         return _local(call, x, ids, weights, experts, shared)
-    tokens = P(layout.wrapped_token_axes or None)
-    by_expert = P(layout.expert_axis) if layout.expert_axis in layout.wrapped else P()
+    tokens, by_expert = placement.specs()
     specs = (tokens, tokens, tokens, (by_expert,) * 3, None if shared is None else (P(),) * 3)
-    arguments = (x, ids, weights, experts, shared)
-    sharding_of_x = jax.typeof(x).sharding
-    explicit = [
-        axis for axis, kind in zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True) if kind == AxisType.Explicit
-    ]
-    if explicit:
-        arguments = jax.tree.map(functools.partial(_reshard, layout, explicit), arguments, specs)
-    local = functools.partial(_local, call)
-    if set(layout.wrapped) != set(layout.mesh.axis_names):
-        # Inside a caller's shard_map: JAX gives the residuals of a nested one specs that name the outer
-        # axes, which do not lower. Recomputed residuals need none.
+    local: Callable = functools.partial(_local, call)
+    if placement.nested:
+        # JAX gives the residuals of a nested shard_map specs that name the outer axes, which do not
+        # lower. Recomputed residuals need none.
         local = jax.checkpoint(local)
     run = jax.shard_map(
         local,
-        mesh=None if layout.ambient else layout.mesh,
+        mesh=None if placement.ambient else placement.mesh,
         in_specs=specs,
         out_specs=tokens,
-        axis_names=set(layout.wrapped),
+        axis_names=set(placement.wrapped),
     )
-    y = run(*arguments)
-    if explicit:
-        y = jax.sharding.reshard(y, NamedSharding(jax.typeof(y).sharding.mesh, sharding_of_x.spec))
-    return y
-
-
-def _reshard(layout: _Layout, explicit, value, spec):
-    names = [tuple(a for a in (part if isinstance(part, tuple) else (part,)) if a in explicit) for part in spec if part]
-    return jax.sharding.reshard(value, NamedSharding(layout.mesh, P(*(part or None for part in names))))
+    arguments = (x, ids, weights, experts, shared)
+    y = run(*jax.tree.map(placement.reshard, arguments, specs))
+    return placement.reshard(y, jax.typeof(x).sharding.spec)
 
 
 def _local(call: _Call, x, ids, weights, experts: Weights, shared: Weights | None):
     """One device's share; every mesh axis is manual here."""
     ids = checkpoint_name(ids, "mok_ids")
     weights = checkpoint_name(weights, "mok_weights")
-    # One type for all: a replicated weight becomes varying here, outside the custom_vjp, so that the
-    # transpose of this cast sums its gradient over the axes it is replicated on, exactly once.
-    x, ids, weights, experts, shared = _vary_alike((x, ids, weights, experts, shared))
-    expert_axis = call.layout.expert_axis if call.layout.ranks > 1 else None
+    x, ids, weights, experts, shared = vary_alike((x, ids, weights, experts, shared))
+    placement = call.placement
+    expert_axis = placement.expert_axis if placement.ranks > 1 else None
     if call.implementation == "host":
         dims = call.dims(x, ids, experts, shared)
-        return ops.moe_host(dims, _place(call.layout), x, ids, weights, experts, shared)
+        return ops.moe_host(dims, placement.index(), x, ids, weights, experts, shared)
     if call.implementation == "xla":
         return moe_xla(x, ids, weights, experts, shared, call.config.swiglu_limit, expert_axis)
     if expert_axis is not None:
         experts = jax.tree.map(lambda w: lax.all_gather(w, expert_axis, tiled=True), experts)
     return moe_reference(x, ids, weights, *experts, shared, call.config.swiglu_limit)
-
-
-def _vary_alike(arrays):
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)))
-
-    def vary(array):
-        missing = axes - jax.typeof(array).manual_axis_type.varying
-        return lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
-
-    return jax.tree.map(vary, arrays)
-
-
-def _place(layout: _Layout):
-    """int32 [2]: this device's rank on the expert axis, and the number of its group over all other axes."""
-    rank = group = jnp.int32(0)
-    if layout.mesh is not None:
-        for axis in layout.mesh.axis_names:
-            if axis == layout.expert_axis:
-                rank = lax.axis_index(axis)
-            else:
-                group = group * layout.mesh.shape[axis] + lax.axis_index(axis)
-    return jnp.stack([rank, group]).astype(jnp.int32)

@@ -89,8 +89,8 @@ class Dims:
         routes = self.ranks * self.tokens * self.top_k
         if routes >= 2**31:
             raise ValueError(
-                f"moe: ranks * tokens * top_k must be less than 2**31, got {self.ranks} * {self.tokens} * {self.top_k}; "
-                "split the tokens over several calls"
+                "moe: ranks * tokens * top_k must be less than 2**31, got "
+                f"{self.ranks} * {self.tokens} * {self.top_k}; split the tokens over several calls"
             )
         row_tile = config.row_tile or _host.ROW_TILE
         check_multiple("minibatch", config.minibatch, "the row tile", row_tile)
@@ -117,7 +117,9 @@ class Dims:
         """Scratch of one call in bytes."""
         pass_ = _host.Pass(backward=backward, context=context, gradients=gradients)
         wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
-        return self.config.virtual_ranks * _host.workspace_bytes(self.plan(), pass_, jnp.dtype(self.dtype).itemsize, wide)
+        return self.config.virtual_ranks * _host.workspace_bytes(
+            self.plan(), pass_, jnp.dtype(self.dtype).itemsize, wide
+        )
 
     def attributes(self, context: bool, gradients: int) -> dict[str, Any]:
         """The call's attributes, the same on every rank."""
@@ -189,7 +191,18 @@ def forward(dims: Dims, place, x, ids, router_weights, weights, *, context: bool
 
 
 def backward(
-    dims: Dims, place, d_y, x, ids, router_weights, weights, residuals: Residuals, *, context: bool, gradients: int, dtypes
+    dims: Dims,
+    place,
+    d_y,
+    x,
+    ids,
+    router_weights,
+    weights,
+    residuals: Residuals,
+    *,
+    context: bool,
+    gradients: int,
+    dtypes,
 ) -> list[jax.Array]:
     """One backward call: dx, the router weights' gradient, and the six weight gradients.
 
@@ -267,7 +280,10 @@ class _Wanted:
     def bits(self) -> int:
         gate, up, down, shared_gate, shared_up, shared_down = self.weights
         return (
-            GATE_UP * (gate or up) + DOWN * down + SHARED_GATE_UP * (shared_gate or shared_up) + SHARED_DOWN * shared_down
+            GATE_UP * (gate or up)
+            + DOWN * down
+            + SHARED_GATE_UP * (shared_gate or shared_up)
+            + SHARED_DOWN * shared_down
         )
 
 

@@ -120,7 +120,9 @@ PATTERNS = {
 }
 
 
-def make_case(dtype="f32", routing="distinct", seed=0, *, tokens, hidden, intermediate, experts, top_k, shared=0) -> Case:
+def make_case(
+    dtype="f32", routing="distinct", seed=0, *, tokens, hidden, intermediate, experts, top_k, shared=0
+) -> Case:
     """Random arrays of these sizes; `routing` names a pattern, `dtype` an entry of DTYPES."""
     rng = np.random.default_rng(seed)
     x_dtype, w_dtype = DTYPES[dtype]
@@ -173,21 +175,20 @@ def plain_layer(case: Case, config=mok_jax.MoKConfig()):
     return (y if case.shared is None else y + ffn(*case.shared)).astype(dtype)
 
 
-def value_and_gradients(case: Case, cotangent, implementation, options=()):
-    """y and the gradient of every float argument, by name; `options` are items of moe()'s keywords."""
-
-    def layer(differentiable):
-        changed = case._replace(**differentiable)
-        if implementation == "plain":
-            return plain_layer(changed, **dict(options))
-        return call(changed, implementation, **dict(options))
-
+def gradients_of(layer, case: Case, cotangent):
+    """y = layer(case) and the gradient of every float argument, by name."""
     differentiable = {name: value for name, value in case._asdict().items() if name != "expert_ids"}
-    y, pull = jax.vjp(layer, differentiable)
+    y, pull = jax.vjp(lambda changed: layer(case._replace(**changed)), differentiable)
     (gradients,) = pull(cotangent)
     d_shared = gradients.pop("shared") or ()
     results = {"y": y} | {f"d_{name}": value for name, value in gradients.items()}
     return results | {f"d_shared_{name}": d for name, d in zip(("w_gate", "w_up", "w_down"), d_shared, strict=False)}
+
+
+def value_and_gradients(case: Case, cotangent, implementation, options=()):
+    """The same of moe(), or of `plain_layer` as "plain"; `options` are items of their keywords."""
+    run_layer = plain_layer if implementation == "plain" else functools.partial(call, implementation=implementation)
+    return gradients_of(functools.partial(run_layer, **dict(options)), case, cotangent)
 
 
 compiled = jax.jit(value_and_gradients, static_argnames=("implementation", "options"))
@@ -252,6 +253,11 @@ def _judge(name, actual, plain, exact, dtype):
 def _error(actual, exact):
     error = np.abs(actual - exact)
     return np.where(np.isnan(error), np.inf, error)  # NaN fails
+
+
+def numbered(tree) -> dict[str, jax.Array]:
+    """A tree as named results."""
+    return {str(index): leaf for index, leaf in enumerate(jax.tree.leaves(tree))}
 
 
 def assert_near(actual, expected, tolerance):

@@ -12,6 +12,8 @@ os.environ["JAX_ENABLE_X64"] = "1"
 
 import pytest  # noqa: E402
 
+pytest.register_assert_rewrite("cases")
+
 SECONDS_A_TEST = 120
 
 _real_stderr = pytest.StashKey[int]()

@@ -52,7 +52,10 @@ def test_refused(field, value, error, text):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        (dict(row_tile=16, minibatch=24), "minibatch must be a multiple of row_tile, got minibatch=24 and row_tile=16; use minibatch=32"),
+        (
+            dict(row_tile=16, minibatch=24),
+            "minibatch must be a multiple of row_tile, got minibatch=24 and row_tile=16; use minibatch=32",
+        ),
         (
             dict(minibatch=256, macrobatch=600),
             "macrobatch must be a multiple of minibatch, got macrobatch=600 and minibatch=256; use macrobatch=768",

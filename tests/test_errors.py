@@ -105,28 +105,45 @@ def test_no_array(name, value, found):
     ids=["array", "pair", "text"],
 )
 def test_shared_is_no_triple(shared, found):
-    refuse(TypeError, f"moe: shared must be a tuple (w_gate, w_up, w_down) or None, got {found}", CASE._replace(shared=shared))
+    refuse(
+        TypeError,
+        f"moe: shared must be a tuple (w_gate, w_up, w_down) or None, got {found}",
+        CASE._replace(shared=shared),
+    )
 
 
 def test_float64_x_wants_float64_router_weights():
     case = make_case("f64", **SIZES)
     case = case._replace(router_weights=case.router_weights.astype("float32"))
-    refuse(TypeError, "moe: router_weights must be float64[tokens=8, top_k=2], got float32[8, 2]; cast it to float64", case)
+    refuse(
+        TypeError, "moe: router_weights must be float64[tokens=8, top_k=2], got float32[8, 2]; cast it to float64", case
+    )
 
 
 def test_bfloat16_x_takes_two_kinds_of_weights():
     case = make_case("bf16", **SIZES)
     case = case._replace(w_up=case.w_up.astype("float64"))
-    text = "moe: w_up must be bfloat16 or float32[experts=4, hidden=6, intermediate=10], got float64[4, 6, 10]; cast it to bfloat16"
+    text = (
+        "moe: w_up must be bfloat16 or float32[experts=4, hidden=6, intermediate=10], got float64[4, 6, 10]; "
+        "cast it to bfloat16"
+    )
     refuse(TypeError, text, case)
 
 
 # (options of moe(), error, message after "moe: "); the mesh is made in the test.
 OPTIONS = {
     "config": (dict(config={"row_tile": 8}), TypeError, "config must be a MoKConfig, got dict {'row_tile': 8}"),
-    "expert_axis": (dict(expert_axis=("expert",)), TypeError, "expert_axis must be the name of a mesh axis, got tuple ('expert',)"),
+    "expert_axis": (
+        dict(expert_axis=("expert",)),
+        TypeError,
+        "expert_axis must be the name of a mesh axis, got tuple ('expert',)",
+    ),
     "mesh": (dict(mesh="all"), TypeError, "mesh must be a jax.sharding.Mesh or None, got str 'all'"),
-    "token_axes_without_mesh": (dict(token_axes=("data",)), ValueError, "token_axes must name axes of the mesh (), got 'data'"),
+    "token_axes_without_mesh": (
+        dict(token_axes=("data",)),
+        ValueError,
+        "token_axes must name axes of the mesh (), got 'data'",
+    ),
     "token_axes": (
         dict(mesh=(2, 2), token_axes=("dat", "expert")),
         ValueError,
@@ -185,8 +202,8 @@ def test_tokens_that_do_not_divide():
 
 def test_another_mesh_than_the_ambient_one():
     text = (
-        "moe: mesh must be the ambient one, got {'data': 2, 'expert': 2} under jax.set_mesh of {'data': 4, 'expert': 2}; "
-        "leave mesh out or call outside that context"
+        "moe: mesh must be the ambient one, got {'data': 2, 'expert': 2} under jax.set_mesh of "
+        "{'data': 4, 'expert': 2}; leave mesh out or call outside that context"
     )
     with jax.set_mesh(mesh(4, 2)):
         refuse(ValueError, text, mesh=mesh(2, 2))
@@ -208,7 +225,10 @@ def test_sizes_that_do_not_fit_the_row_tile_of_host(name):
 
 def test_more_rows_than_int32_holds():
     many = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2**30, *a.shape[1:]), a.dtype), CASE[:3])
-    text = "moe: ranks * tokens * top_k must be less than 2**31, got 1 * 1073741824 * 2; split the tokens over several calls"
+    text = (
+        "moe: ranks * tokens * top_k must be less than 2**31, got 1 * 1073741824 * 2; "
+        "split the tokens over several calls"
+    )
     with pytest.raises(ValueError) as caught:
         jax.eval_shape(lambda case: call(case, "host"), type(CASE)(*many, *CASE[3:]))
     assert str(caught.value) == text
@@ -216,7 +236,9 @@ def test_more_rows_than_int32_holds():
 
 def test_a_bad_timeout_variable(monkeypatch):
     monkeypatch.setenv("MOK_TIMEOUT", "soon")
-    refuse(ValueError, "MOK_TIMEOUT must be a number of seconds > 0, got 'soon'; unset it for 20", implementation="host")
+    refuse(
+        ValueError, "MOK_TIMEOUT must be a number of seconds > 0, got 'soon'; unset it for 20", implementation="host"
+    )
 
 
 # ---- the choice of the implementation ----
@@ -273,4 +295,3 @@ def test_the_default_device_decides_without_a_mesh(monkeypatch):
     assert mok_jax.choose_implementation() == "xla"
     with jax.default_device(jax.devices("cpu")[0]):
         assert mok_jax.choose_implementation() == "host"
-

@@ -8,7 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import IMPLEMENTATIONS, TINY, Case, assert_near, assert_same_bits, call, compiled, cotangent_of, make_case, run
+from cases import (
+    IMPLEMENTATIONS,
+    TINY,
+    Case,
+    assert_near,
+    assert_same_bits,
+    call,
+    compiled,
+    cotangent_of,
+    gradients_of,
+    make_case,
+    run,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -105,7 +117,9 @@ MATRIX = [
 ROWS = [(i, *row) for i in IMPLEMENTATIONS for row in (MATRIX[::3] if i == "reference" else MATRIX)]
 
 
-@pytest.mark.parametrize(("implementation", "name", "kind", "placement", "how"), ROWS, ids=["-".join(row) for row in ROWS])
+@pytest.mark.parametrize(
+    ("implementation", "name", "kind", "placement", "how"), ROWS, ids=["-".join(row) for row in ROWS]
+)
 def test_matrix(implementation, name, kind, placement, how):
     case, expected = on_one_device()
     mesh = mesh_of(name, {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind])
@@ -204,7 +218,9 @@ def test_y_is_sharded_as_x_is(kind):
 
 @kinds
 @pytest.mark.parametrize(
-    ("implementation", "gathers"), [("host", False), ("xla", False), ("reference", True)], ids=["host", "xla", "reference"]
+    ("implementation", "gathers"),
+    [("host", False), ("xla", False), ("reference", True)],
+    ids=["host", "xla", "reference"],
 )
 def test_nothing_is_gathered_behind_the_scenes(implementation, gathers, kind):
     case, _ = on_one_device()
@@ -246,16 +262,11 @@ def run_inside(mesh, manual, case, implementation, specs, check_vma=True):
         check_vma=check_vma,
     )
 
-    @jax.jit
-    def results(case, cotangent):
-        y, pull = jax.vjp(layer, *case)
-        d_x, _, *gradients, d_shared = pull(cotangent)
-        names = ("d_router_weights", "d_w_gate", "d_w_up", "d_w_down")
-        named = {"y": y, "d_x": d_x} | dict(zip(names, gradients, strict=True))
-        return named | {f"d_shared_{n}": d for n, d in zip(("w_gate", "w_up", "w_down"), d_shared, strict=True)}
-
     tokens = NamedSharding(mesh, P((*manual, *(axis for axis in mesh.axis_names if axis not in manual))))
-    placed = place(case, mesh, "wanted")._replace(**{name: jax.device_put(getattr(case, name), tokens) for name in Case._fields[:3]})
+    placed = place(case, mesh, "wanted")._replace(
+        **{name: jax.device_put(getattr(case, name), tokens) for name in Case._fields[:3]}
+    )
+    results = jax.jit(functools.partial(gradients_of, lambda case: layer(*case)))
     return jax.device_get(results(placed, jax.device_put(cotangent_of(case.x), tokens)))
 
 

@@ -60,12 +60,12 @@ def test_sizes(implementation, sizes):
 
 
 @implementations
-@pytest.mark.parametrize(
-    "counts", [[127, 128, 129, 0, 1, 0], [0, 1, 127, 1, 128, 128]], ids=["falling", "rising"]
-)
+@pytest.mark.parametrize("counts", [[127, 128, 129, 0, 1, 0], [0, 1, 127, 1, 128, 128]], ids=["falling", "rising"])
 def test_exact_counts_around_the_default_tile(implementation, counts):
     sizes = dict(tokens=385, hidden=6, intermediate=10, experts=6, top_k=1)
-    case = make_case("f32", **sizes)._replace(expert_ids=jnp.repeat(jnp.arange(6, dtype=jnp.int32), np.array(counts))[:, None])
+    case = make_case("f32", **sizes)._replace(
+        expert_ids=jnp.repeat(jnp.arange(6, dtype=jnp.int32), np.array(counts))[:, None]
+    )
     assert_good(run(case, implementation), run(case, "plain"), exactly(case), "float32")
 
 

@@ -54,7 +54,9 @@ def numpy_moe(case: Case, dy, limit=None):
             out, saved = ffn(x[t], *weights, limit)
             results["y"][t] += router_weights[t, k] * out
             results["d_router_weights"][t, k] = dy[t] @ out
-            results["d_x"][t] += ffn_backward(x[t], weights, saved, router_weights[t, k] * dy[t], [d[e] for d in d_experts])
+            results["d_x"][t] += ffn_backward(
+                x[t], weights, saved, router_weights[t, k] * dy[t], [d[e] for d in d_experts]
+            )
         out, saved = ffn(x[t], *shared, limit)
         results["y"][t] += out
         results["d_x"][t] += ffn_backward(x[t], shared, saved, dy[t], d_shared)

@@ -1,16 +1,27 @@
 """The eight ranks of "host" meeting in one process: no wrong pairing, no leak, no hang."""
 
+import concurrent.futures
 import os
 import re
 import resource
 import subprocess
 import sys
-import threading
 
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import IMPLEMENTATIONS, TINY, Case, assert_near, assert_same_bits, call, cotangent_of, make_case, run
+from cases import (
+    IMPLEMENTATIONS,
+    TINY,
+    Case,
+    assert_near,
+    assert_same_bits,
+    call,
+    cotangent_of,
+    make_case,
+    numbered,
+    run,
+)
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -37,8 +48,11 @@ def gradients_of(layers):
     """By name, from a function of two cases to one y."""
 
     def results(*cases):
-        y, pull = jax.vjp(lambda *floats: layers(*(c._replace(**f) for c, f in zip(cases, floats, strict=True))), *map(floats_of, cases))
-        return {"y": y} | {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(pull(cotangent_of(y))))}
+        def of_floats(*floats):
+            return layers(*(case._replace(**changed) for case, changed in zip(cases, floats, strict=True)))
+
+        y, pull = jax.vjp(of_floats, *map(floats_of, cases))
+        return {"y": y} | numbered(pull(cotangent_of(y)))
 
     return jax.jit(results)
 
@@ -79,30 +93,28 @@ def test_calls_of_two_shapes_take_turns():
     layer = jax.jit(layer_on)
     expected = [run(case, "reference")["y"] for case in (small, large)]
     results = [jax.device_get(layer(everywhere(case))) for case in (small, large, small, large)]
-    assert_near(dict(zip("abcd", results, strict=True)), dict(zip("abcd", expected * 2, strict=True)), 1e-12)
+    assert_near(numbered(results), numbered(expected * 2), 1e-12)
 
 
 def test_two_programs_dispatched_before_either_is_awaited():
     cases = everywhere((case_of(0), case_of(1)))
     double, single = jax.jit(lambda case: 2 * layer_on(case)), jax.jit(layer_on)
-    first, second = jax.device_get((double(cases[0]), single(cases[1])))
-    expected = {"first": 2 * run(case_of(0), "reference")["y"], "second": run(case_of(1), "reference")["y"]}
-    assert_near({"first": first, "second": second}, expected, 1e-12)
+    results = jax.device_get((double(cases[0]), single(cases[1])))
+    expected = 2 * run(case_of(0), "reference")["y"], run(case_of(1), "reference")["y"]
+    assert_near(numbered(results), numbered(expected), 1e-12)
 
 
 def test_two_threads_of_the_caller():
     cases = everywhere((case_of(0), case_of(1)))
     layers = [jax.jit(lambda case, i=i: (i + 1) * layer_on(case)) for i in range(2)]
-    results = {}
 
-    def work(i):
-        for _ in range(5):
-            results[str(i)] = jax.device_get(layers[i](cases[i]))
+    def five_times(i):
+        return [jax.device_get(layers[i](cases[i])) for _ in range(5)]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert_near(results, {str(i): (i + 1) * run(case_of(i), "reference")["y"] for i in range(2)}, 1e-12)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(five_times, range(2)))
+    expected = [[(i + 1) * run(case_of(i), "reference")["y"]] * 5 for i in range(2)]
+    assert_near(numbered(results), numbered(expected), 1e-12)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -167,7 +179,8 @@ mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(jax.sharding.AxisTy
 
 def shard(x, ids, weights, gate, up, down):
     def layer():
-        return mok_jax.moe(x, ids, weights, gate, up, down, implementation="host", config=mok_jax.MoKConfig(timeout=timeout))
+        config = mok_jax.MoKConfig(timeout=timeout)
+        return mok_jax.moe(x, ids, weights, gate, up, down, implementation="host", config=config)
 
     away = (jax.lax.axis_index("expert") == 2) & (jax.lax.axis_index("data") == 1)
     return jax.lax.cond(away, lambda: x, layer)

@@ -121,9 +121,13 @@ def test_minibatch_estimate_is_the_originals():
     [
         pytest.param({}, dict(minibatch=1024, macrobatch=9216), id="defaults"),
         pytest.param(dict(minibatch=256), dict(minibatch=256, macrobatch=8448), id="minibatch"),
-        pytest.param(dict(macrobatch=1536), dict(minibatch=128, macrobatch=1536), id="a macrobatch of one and a half minibatches"),
+        pytest.param(
+            dict(macrobatch=1536), dict(minibatch=128, macrobatch=1536), id="a macrobatch of one and a half minibatches"
+        ),
         pytest.param(dict(minibatch=128, macrobatch=512), dict(minibatch=128, macrobatch=512), id="both"),
-        pytest.param(dict(minibatch=512, macrobatch=2**20), dict(minibatch=512, macrobatch=8704), id="more than all rows"),
+        pytest.param(
+            dict(minibatch=512, macrobatch=2**20), dict(minibatch=512, macrobatch=8704), id="more than all rows"
+        ),
     ],
 )
 def test_defaults_on_one_rank_hold_all_rows(given, expected):

@@ -15,6 +15,7 @@ from cases import (
     call,
     cotangent_of,
     make_case,
+    numbered,
     run,
     value_and_gradients,
 )
@@ -48,10 +49,15 @@ def stacked():
     return case_of(), jax.tree.map(lambda *w: jnp.stack(w), *layers)
 
 
+def with_residual(case, x, weights, implementation, **options):
+    """One layer of a model: x + moe(x)."""
+    return x + call(Case(x, *case[1:3], *weights), implementation, **options)
+
+
 def through_scan(case, layers, implementation, wrap=lambda f: f, **options):
     @wrap
     def layer(x, weights):
-        return x + call(case._replace(x=x)._replace(**dict(zip(Case._fields[3:], weights, strict=True))), implementation, **options)
+        return with_residual(case, x, weights, implementation, **options)
 
     return jax.lax.scan(lambda x, weights: (layer(x, weights), None), case.x, layers)[0]
 
@@ -60,7 +66,7 @@ def unrolled(case, layers, implementation):
     x = case.x
     for index in range(LAYERS):
         weights = jax.tree.map(lambda w, i=index: w[i], layers)
-        x = x + call(case._replace(x=x)._replace(**dict(zip(Case._fields[3:], weights, strict=True))), implementation)
+        x = with_residual(case, x, weights, implementation)
     return x
 
 
@@ -72,7 +78,7 @@ def gradients(layers_to_x, case, layers):
         return (y * cotangent_of(y)).sum(), y
 
     (d_x, d_layers), y = jax.grad(loss, argnums=(0, 1), has_aux=True)(case.x, layers)
-    return {"y": y, "d_x": d_x} | {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(d_layers))}
+    return {"y": y, "d_x": d_x} | numbered(d_layers)
 
 
 jitted_gradients = jax.jit(gradients, static_argnums=0)
@@ -104,11 +110,11 @@ POLICIES = {
 }
 
 
-def scan_with(policy, implementation):
+def scan_with(policy, implementation, **options):
     def wrap(layer):
         return jax.checkpoint(layer, policy=POLICIES[policy])
 
-    return lambda c, w: through_scan(c, w, implementation, wrap, config=TINY)
+    return lambda c, w: through_scan(c, w, implementation, wrap, config=TINY, **options)
 
 
 @implementations
@@ -119,22 +125,12 @@ def test_checkpoint_changes_no_gradient(implementation, policy):
     assert_near(result, plain, 1e-14)
 
 
+@pytest.mark.parametrize("mesh", [None, mesh_of()], ids=["one_device", "mesh"])
 @pytest.mark.parametrize(("policy", "forwards"), [("residuals", 1), ("nothing", 2)])
-def test_calls_under_checkpoint(policy, forwards):
-    text = jitted_gradients.lower(scan_with(policy, "host"), *stacked()).compile().as_text()
+def test_calls_under_checkpoint(policy, forwards, mesh):
+    text = jitted_gradients.lower(scan_with(policy, "host", mesh=mesh), *stacked()).compile().as_text()
     calls = re.findall(r'custom_call_target="(mok_\w+)"', text)
     assert sorted(calls) == ["mok_backward"] + ["mok_forward"] * forwards
-
-
-@pytest.mark.parametrize(("policy", "forwards"), [("residuals", 1), ("nothing", 2)])
-def test_calls_under_checkpoint_on_a_mesh(policy, forwards):
-    def layer(x, case):
-        return call(case._replace(x=x), "host", mesh=mesh_of())
-
-    step = jax.grad(lambda x, case: jnp.sin(jax.checkpoint(layer, policy=POLICIES[policy])(x, case)).sum())
-    case = jax.device_put(case_of(), NamedSharding(mesh_of(), P()))
-    text = jax.jit(step).lower(case.x, case).compile().as_text()
-    assert len(re.findall(r'custom_call_target="mok_forward"', text)) == forwards
 
 
 # ---- donation and export ----
@@ -216,22 +212,24 @@ def batch_of(names):
 
 def one_by_one(function, batch, axes):
     def item(index):
-        return Case(
-            *(
-                jax.tree.map(lambda v: v[index], value) if axis == 0 else value  # noqa: B023
-                for value, axis in zip(batch, axes, strict=True)
-            )
-        )
+        picked = jax.tree.map(lambda values: values[index], batch)
+        return Case(*(getattr(batch if axis is None else picked, name) for name, axis in axes._asdict().items()))
 
     return jax.tree.map(lambda *values: jnp.stack(values), *(function(item(index)) for index in range(BATCH)))
+
+
+def assert_mapped(layer, names):
+    """vmap of `layer(case)` gives the y of "reference" on one case after the other."""
+    batch, axes = batch_of(names)
+    mapped = jax.device_get(jax.jit(jax.vmap(layer, in_axes=(axes,)))(batch))
+    expected = one_by_one(jax.jit(lambda case: call(case, "reference")), batch, axes)
+    assert_near({"y": mapped}, {"y": expected}, 1e-13)
 
 
 @implementations
 @pytest.mark.parametrize("names", MAPPED.values(), ids=MAPPED)
 def test_vmap_is_a_loop(implementation, names):
-    batch, axes = batch_of(names)
-    mapped = jax.jit(jax.vmap(lambda case: call(case, implementation), in_axes=(axes,)))(batch)
-    assert_near({"y": mapped}, {"y": one_by_one(jax.jit(lambda case: call(case, "reference")), batch, axes)}, 1e-13)
+    assert_mapped(lambda case: call(case, implementation), names)
 
 
 @implementations
@@ -239,15 +237,13 @@ def test_vmap_is_a_loop(implementation, names):
 def test_vmap_of_the_gradient_is_a_loop(implementation, names):
     batch, axes = batch_of(names)
     cotangent = cotangent_of(case_of().x)
-    mapped = jax.jit(jax.vmap(lambda case: value_and_gradients(case, cotangent, implementation), in_axes=(axes,)))(batch)
-    assert_near(mapped, one_by_one(lambda case: run(case, "reference", cotangent), batch, axes), 1e-13)
+    mapped = jax.vmap(lambda case: value_and_gradients(case, cotangent, implementation), in_axes=(axes,))
+    assert_near(jax.jit(mapped)(batch), one_by_one(lambda case: run(case, "reference", cotangent), batch, axes), 1e-13)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_vmap_across_ranks(implementation):
-    batch, axes = batch_of(MAPPED["all"])
-    mapped = jax.jit(jax.vmap(lambda case: call(case, implementation, mesh=mesh_of()), in_axes=(axes,)))(batch)
-    assert_near({"y": jax.device_get(mapped)}, {"y": one_by_one(lambda case: call(case, "reference"), batch, axes)}, 1e-13)
+    assert_mapped(lambda case: call(case, implementation, mesh=mesh_of()), MAPPED["all"])
 
 
 def test_vmap_across_ranks_is_refused_by_host():
@@ -262,10 +258,8 @@ def test_vmap_across_ranks_is_refused_by_host():
 
 def test_vmap_over_data_ranks_of_host():
     # One rank of experts on each device: the calls are independent, and vmap is a loop on each.
-    batch, axes = batch_of(MAPPED["all"])
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    mapped = jax.jit(jax.vmap(lambda case: call(case, "host", mesh=mesh), in_axes=(axes,)))(batch)
-    assert_near({"y": jax.device_get(mapped)}, {"y": one_by_one(lambda case: call(case, "reference"), batch, axes)}, 1e-13)
+    assert_mapped(lambda case: call(case, "host", mesh=mesh), MAPPED["all"])
 
 
 def test_forward_mode_is_refused_by_host():
