@@ -148,9 +148,10 @@ def test_the_sum_over_slots_is_not_rounded_between(implementation):
     x = jnp.full((1, 1), 64, jnp.bfloat16)
     w_gate = jnp.ones((4, 1, 1), jnp.bfloat16)
     w_up = jnp.full((4, 1, 1), 2**-6, jnp.bfloat16)  # up = 1, h = 64
-    w_down = jnp.array([1, 2**-9, -1, 0], jnp.bfloat16).reshape(4, 1, 1) / 64
-    case = Case(x, jnp.arange(4, dtype=jnp.int32)[None], jnp.ones((1, 4), jnp.float32), w_gate, w_up, w_down, None)
-    assert run(case, implementation)["y"].item() == 2**-9
+    w_down = jnp.array([1, 2**-9, -1, 0], jnp.bfloat16).reshape(4, 1, 1) / 64  # outputs 1, 2**-9, -1, 0
+    router_weights = jnp.array([[1 + 2**-12, 1, 1, 1]], jnp.float32)
+    case = Case(x, jnp.arange(4, dtype=jnp.int32)[None], router_weights, w_gate, w_up, w_down, None)
+    assert run(case, implementation)["y"].item() == 2**-9 + 2**-12
 
 
 @implementations
