@@ -189,7 +189,7 @@ Local Decode(Direction direction, const CallAttributes& call, Buffers buffers) {
   if (backward) {
     d_x = buffers.Result("d_x", copies * d.tokens * d.hidden);
     d_router_weights = buffers.Result("d_router_weights", copies * d.Routes());
-    const bool wanted[6] = {pass.gate_up_gradient, pass.gate_up_gradient, pass.down_gradient,
+    const bool wanted[6] = {pass.gate_up_gradient,        pass.gate_up_gradient,        pass.down_gradient,
                             pass.shared_gate_up_gradient, pass.shared_gate_up_gradient, pass.shared_down_gradient};
     for (int i = 0; i < 6; ++i) {
       const ffi::AnyBuffer result = buffers.Result();
@@ -206,8 +206,8 @@ Local Decode(Direction direction, const CallAttributes& call, Buffers buffers) {
     // The test mode: whatever is read before it is written is NaN.
     std::memset(workspace, 0xff, copies * ring_bytes);
     if (!backward) {
-      for (auto [buffer, elements] : {std::pair{context.x, kept_x}, {context.gate, kept * d.intermediate},
-                                      {context.up, kept * d.intermediate}}) {
+      for (auto [buffer, elements] :
+           {std::pair{context.x, kept_x}, {context.gate, kept * d.intermediate}, {context.up, kept * d.intermediate}}) {
         if (buffer != nullptr) std::memset(buffer, 0xff, elements * s);
       }
     }
@@ -316,26 +316,39 @@ ffi::Future Handle(ffi::RunId run, ffi::ThreadPool pool, CallAttributes call, ff
   return future;
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MokForward, Handle<Direction::kForward>,
-                              ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>().Attrs<CallAttributes>()
-                                  .RemainingArgs().RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MokBackward, Handle<Direction::kBackward>,
-                              ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>().Attrs<CallAttributes>()
-                                  .RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    MokForward, Handle<Direction::kForward>,
+    ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>().Attrs<CallAttributes>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    MokBackward, Handle<Direction::kBackward>,
+    ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>().Attrs<CallAttributes>().RemainingArgs().RemainingRets());
 
 // ---- the Python face ----
 
 Dims MakeDims(int64_t tokens, int64_t hidden, int64_t intermediate, int64_t shared_intermediate, int64_t local_experts,
               int64_t ranks, int64_t top_k, int64_t row_tile, int64_t minibatch, int64_t macrobatch) {
-  Dims d{tokens, hidden, intermediate, shared_intermediate, local_experts, ranks, top_k,
-         row_tile > 0 ? row_tile : host::kRowTile, minibatch, macrobatch, 0};
+  Dims d{tokens,
+         hidden,
+         intermediate,
+         shared_intermediate,
+         local_experts,
+         ranks,
+         top_k,
+         row_tile > 0 ? row_tile : host::kRowTile,
+         minibatch,
+         macrobatch,
+         0};
   PlanRows(&d, host::kTiles, host::kComputeUnits);
   return d;
 }
 
 Pass MakePass(bool backward, bool context, int64_t gradients) {
-  return {backward ? Direction::kBackward : Direction::kForward, context, (gradients & kGateUpBit) != 0,
-          (gradients & kDownBit) != 0, (gradients & kSharedGateUpBit) != 0, (gradients & kSharedDownBit) != 0};
+  return {backward ? Direction::kBackward : Direction::kForward,
+          context,
+          (gradients & kGateUpBit) != 0,
+          (gradients & kDownBit) != 0,
+          (gradients & kSharedGateUpBit) != 0,
+          (gradients & kSharedDownBit) != 0};
 }
 
 py::tuple BuildSchedule(const Dims& d, int64_t rank, py::array_t<int32_t, py::array::c_style> ids) {
@@ -370,8 +383,9 @@ py::tuple ListTasks(const Dims& d, const Pass& pass, py::array_t<int32_t, py::ar
 
 bool CpuHas(const std::string& level) {
   if (level == "x86-64-v4") {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
   }
   if (level == "x86-64-v3") {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
@@ -405,10 +419,13 @@ PYBIND11_MODULE(MOK_MODULE, module) {
       .def_readonly("capacity", &Dims::capacity);
   py::class_<Pass>(module, "Pass", py::module_local())
       .def(py::init(&MakePass), py::kw_only(), py::arg("backward"), py::arg("context"), py::arg("gradients"));
-  module.def("workspace_bytes", [](const Dims& d, const Pass& pass, int64_t storage_bytes, int64_t wide_bytes) {
-    Ring ring;
-    return LayOutRing(d, pass, host::kTiles, storage_bytes, wide_bytes, nullptr, &ring);
-  }, py::arg("dims"), py::arg("pass_"), py::arg("storage_bytes"), py::arg("wide_bytes"));
+  module.def(
+      "workspace_bytes",
+      [](const Dims& d, const Pass& pass, int64_t storage_bytes, int64_t wide_bytes) {
+        Ring ring;
+        return LayOutRing(d, pass, host::kTiles, storage_bytes, wide_bytes, nullptr, &ring);
+      },
+      py::arg("dims"), py::arg("pass_"), py::arg("storage_bytes"), py::arg("wide_bytes"));
   module.def("minibatch_estimate", &MinibatchEstimate, py::arg("units"), py::arg("row_tile"), py::arg("columns"),
              py::arg("intermediate"));
   module.def("build_schedule", &BuildSchedule, py::arg("dims"), py::arg("rank"), py::arg("ids"));

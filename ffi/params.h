@@ -72,11 +72,11 @@ struct Gradients {
 // What one rank shows its peers: frozen while the kernel runs, but for the return window, whose slots
 // each have one writer.
 struct Peer {
-  const void* x;                // S [T, H]
-  const void* d_y;              // S [T, H], backward
-  const void* router_weights;   // W [T, K]
-  void* returned;               // S [T*K, H]: o in the forward pass, dx in the backward pass
-  void* returned_d_weights;     // W [T*K], backward
+  const void* x;               // S [T, H]
+  const void* d_y;             // S [T, H], backward
+  const void* router_weights;  // W [T, K]
+  void* returned;              // S [T*K, H]: o in the forward pass, dx in the backward pass
+  void* returned_d_weights;    // W [T*K], backward
 };
 
 // Rows of this rank, written by the schedule, read by everything after it, kept for the backward pass.
@@ -89,34 +89,34 @@ struct Schedule {
 // Kept from forward to backward: macrobatch 0 of the routed experts and all of the shared one. Null
 // where there is none. Rows that hold nothing are zero.
 struct Context {
-  void* x;          // S [macrobatch, H], only if rows travel
-  void* gate;       // S [macrobatch, I]
-  void* up;         // S [macrobatch, I]
+  void* x;            // S [macrobatch, H], only if rows travel
+  void* gate;         // S [macrobatch, I]
+  void* up;           // S [macrobatch, I]
   void* shared_gate;  // S [T, I_s]
   void* shared_up;    // S [T, I_s]
 };
 
 // Scratch, at offsets of workspace.h. A row r of macrobatch m lies at ring row r - m * macrobatch.
 struct Ring {
-  void* x;               // S [macrobatch, H]  pulled; read by gate-up and its weight gradient
-  void* h;               // S [macrobatch, I]  forward: h; backward: w * h
-  void* out;             // S [macrobatch, H]  forward: o; backward: dx; pushed from here
-  void* gate;            // S [macrobatch, I]  backward, recomputed
-  void* up;              // S [macrobatch, I]
-  void* d_y;             // S [macrobatch, H]  backward, pulled
-  void* d_gate;          // S [macrobatch, I]  backward
-  void* d_up;            // S [macrobatch, I]
-  void* weights;         // W [macrobatch]     backward, pulled router weights
-  void* d_weights;       // W [macrobatch, column tiles of I] backward, partial sums of <dh', h>
-  void* shared_h;        // S [T, I_s]         forward: h; backward: h
-  void* shared_gate;     // S [T, I_s]         backward, recomputed
-  void* shared_up;       // S [T, I_s]
-  void* shared_d_gate;   // S [T, I_s]         backward
-  void* shared_d_up;     // S [T, I_s]
-  void* carry;           // W [3, H*I]         weight gradient of the expert that straddles two macrobatches
-  void* returned;        // S [T*K, H]         the return window, written by peers
+  void* x;                   // S [macrobatch, H]  pulled; read by gate-up and its weight gradient
+  void* h;                   // S [macrobatch, I]  forward: h; backward: w * h
+  void* out;                 // S [macrobatch, H]  forward: o; backward: dx; pushed from here
+  void* gate;                // S [macrobatch, I]  backward, recomputed
+  void* up;                  // S [macrobatch, I]
+  void* d_y;                 // S [macrobatch, H]  backward, pulled
+  void* d_gate;              // S [macrobatch, I]  backward
+  void* d_up;                // S [macrobatch, I]
+  void* weights;             // W [macrobatch]     backward, pulled router weights
+  void* d_weights;           // W [macrobatch, column tiles of I] backward, partial sums of <dh', h>
+  void* shared_h;            // S [T, I_s]         forward: h; backward: h
+  void* shared_gate;         // S [T, I_s]         backward, recomputed
+  void* shared_up;           // S [T, I_s]
+  void* shared_d_gate;       // S [T, I_s]         backward
+  void* shared_d_up;         // S [T, I_s]
+  void* carry;               // W [3, H*I]         weight gradient of the expert that straddles two macrobatches
+  void* returned;            // S [T*K, H]         the return window, written by peers
   void* returned_d_weights;  // W [T*K]
-  int32_t* counters;     // see tasks.h
+  int32_t* counters;         // see tasks.h
 };
 
 // One rank's call. S is the storage dtype (`type`), W its accumulation dtype.
@@ -139,8 +139,8 @@ struct Params {
   Context context;
   Ring ring;
 
-  void* y;              // S [T, H]; holds the shared expert's part until the epilogue
-  void* d_x;            // S [T, H]; likewise
+  void* y;                 // S [T, H]; holds the shared expert's part until the epilogue
+  void* d_x;               // S [T, H]; likewise
   void* d_router_weights;  // W [T, K]
   Gradients d_routed, d_shared;
 };

@@ -32,8 +32,8 @@ namespace mok {
 
 // Tile sizes of one target, beside Dims::row_tile.
 struct Tiles {
-  int64_t columns;            // of an output tile of gate-up, down and their input gradients
-  int64_t gradient_rows;      // of a weight gradient tile
+  int64_t columns;        // of an output tile of gate-up, down and their input gradients
+  int64_t gradient_rows;  // of a weight gradient tile
   int64_t gradient_columns;
 };
 
@@ -45,11 +45,24 @@ MOK_HD inline int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
 enum class Op : int32_t {
   kNone,
   // communication
-  kDispatch, kCombine, kReverseCombine, kReverseDispatch,
+  kDispatch,
+  kCombine,
+  kReverseCombine,
+  kReverseDispatch,
   // compute, routed experts
-  kGateUp, kDown, kDgradDown, kDgradGateUp, kGradGateUp, kGradDown,
+  kGateUp,
+  kDown,
+  kDgradDown,
+  kDgradGateUp,
+  kGradGateUp,
+  kGradDown,
   // compute, shared expert
-  kSharedGateUp, kSharedDown, kSharedDgradDown, kSharedDgradGateUp, kSharedGradGateUp, kSharedGradDown,
+  kSharedGateUp,
+  kSharedDown,
+  kSharedDgradDown,
+  kSharedDgradGateUp,
+  kSharedGradGateUp,
+  kSharedGradDown,
 };
 
 // All of `count` counters from `counter` on must equal `target`.
@@ -144,7 +157,8 @@ class TaskList {
     int64_t low = 0, high = macrobatches_ - 1;
     while (low < high) {
       const int64_t middle = (low + high + 1) / 2;
-      if (Before(middle) <= index) low = middle; else high = middle - 1;
+      if (Before(middle) <= index) low = middle;
+      else high = middle - 1;
     }
     return Routed(backward_ ? low : macrobatches_ - 1 - low, index - Before(low));
   }
@@ -182,7 +196,8 @@ class TaskList {
     int64_t low = 0, high = dims_.local_experts - 1;  // the first expert that ends after the row
     while (low < high) {
       const int64_t middle = (low + high) / 2;
-      if (row_offset_[middle + 1] > row) high = middle; else low = middle + 1;
+      if (row_offset_[middle + 1] > row) high = middle;
+      else low = middle + 1;
     }
     return low;
   }
@@ -287,9 +302,11 @@ class TaskList {
     task.WaitFor(at_.d_hidden_ready + task.block, width_tiles_, task.blocks);
     if (task.carry_in) {
       task.WaitFor(at_.gradient_done + expert + macrobatch - 1, gradient_tiles_);
-    } else if (task.carry_out && Straddles(macrobatch)) {
-      // There is one carry: the expert that came in must have read it before this one writes it.
-      task.WaitFor(at_.gradient_done + FirstExpert(macrobatch) + macrobatch, gradient_tiles_);
+    } else if (task.carry_out) {
+      // There is one carry: the expert that came in last, here or earlier, must have read it.
+      int64_t last = macrobatch;
+      while (last > 0 && !Straddles(last)) --last;
+      if (last > 0) task.WaitFor(at_.gradient_done + FirstExpert(last) + last, gradient_tiles_);
     }
     task.signal = at_.gradient_done + expert + macrobatch;
     return task;

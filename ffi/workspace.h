@@ -75,8 +75,8 @@ inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, i
   ring->shared_up = take(backward && !pass.context, shared, s);
   ring->shared_d_gate = take(backward, shared, s);
   ring->shared_d_up = take(backward, shared, s);
-  ring->carry = take(backward && several && (pass.gate_up_gradient || pass.down_gradient),
-                     3 * d.hidden * d.intermediate, w);
+  ring->carry =
+      take(backward && several && (pass.gate_up_gradient || pass.down_gradient), 3 * d.hidden * d.intermediate, w);
   ring->returned = take(true, d.Routes() * d.hidden, s);
   ring->returned_d_weights = take(backward, d.Routes(), w);
   ring->counters = static_cast<int32_t*>(take(true, CounterLayout(d).total, sizeof(int32_t)));

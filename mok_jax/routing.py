@@ -62,7 +62,7 @@ def route(
 
     A logit of -inf means "never this expert". Any other row without a largest finite logit (a NaN,
     +inf, or nothing but -inf) is broken: its ids are 0 to top_k - 1 and its weights NaN, so that its
-    row of y and the losses show it; ids and weights of the other rows do not change by a bit.
+    row of y and the z-loss show it; ids and weights of the other rows do not change by a bit.
 
     Args:
       logits: float32 or float64 [tokens, experts].
@@ -90,7 +90,7 @@ def route(
       ((10, 2), 20)
     """
     logits = jnp.asarray(logits)
-    _check_route(logits, top_k, scores, scaling, selection_bias, token_mask)
+    _check_route(logits, top_k, scores, renormalize, scaling, selection_bias, token_mask)
     unmasked = None if token_mask is None else jnp.asarray(token_mask)[:, None]
     if unmasked is not None:
         logits = jnp.where(unmasked, logits, 0)  # so that what it was cannot reach a gradient as 0 * NaN
@@ -134,19 +134,18 @@ def _statistics(logits, log_scores, ids, unmasked, axis_names):
     return load_balance_loss, squares / tokens, counts
 
 
-def _check_route(logits, top_k, scores, scaling, selection_bias, token_mask) -> None:
+def _check_route(logits, top_k, scores, renormalize, scaling, selection_bias, token_mask) -> None:
     if logits.dtype.name not in ("float32", "float64"):
         raise TypeError(
             f"route: logits must be float32 or float64[tokens, experts], got {_show(logits)}; "
             "compute them in float32: a small error changes the choice"
         )
     if logits.ndim != 2 or logits.shape[1] == 0:
-        raise ValueError(
-            f"route: logits must be {logits.dtype.name}[tokens, experts], got {_show(logits)}; reshape them"
-        )
+        remedy = "reshape them" if logits.ndim != 2 else "it needs one expert at least"
+        raise ValueError(f"route: logits must be {logits.dtype.name}[tokens, experts], got {_show(logits)}; {remedy}")
     tokens, experts = logits.shape
     _check_integer("route", "top_k", top_k, f"an integer from 1 to the number of experts {experts}", 1, experts)
-    _check_scoring("route", scores, scaling)
+    _check_scoring("route", scores, renormalize, scaling)
     if selection_bias is not None:
         bias = jnp.asarray(selection_bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -154,14 +153,18 @@ def _check_route(logits, top_k, scores, scaling, selection_bias, token_mask) -> 
                 f"route: selection_bias must be float[experts={experts}], got {_show(bias)}; cast it to float32"
             )
         if bias.shape != (experts,):
-            raise ValueError(f"route: selection_bias must be float[experts={experts}], got {_show(bias)}")
+            raise ValueError(
+                f"route: selection_bias must be float[experts={experts}], got {_show(bias)}; give each expert a value"
+            )
     if token_mask is not None:
         _check_mask("route", jnp.asarray(token_mask), f"bool[tokens={tokens}]", (tokens,))
 
 
-def _check_scoring(who: str, scores, scaling) -> None:
+def _check_scoring(who: str, scores, renormalize, scaling) -> None:
     if scores not in SCORES:
         raise ValueError(f"{who}: scores must be one of {SCORES}, got {scores!r}")
+    if not isinstance(renormalize, bool):
+        raise TypeError(f"{who}: renormalize must be True or False, got {_describe(renormalize)}")
     if isinstance(scaling, bool) or not isinstance(scaling, (int, float)):
         raise TypeError(f"{who}: scaling must be a finite number, got {_describe(scaling)}")
     if not math.isfinite(scaling):
@@ -172,7 +175,7 @@ def _check_mask(who: str, mask: jax.Array, requirement: str, shape: tuple[int, .
     if mask.dtype != jnp.bool_:
         raise TypeError(f"{who}: token_mask must be {requirement}, got {_show(mask)}; True keeps a token")
     if mask.shape != shape:
-        raise ValueError(f"{who}: token_mask must be {requirement}, got {_show(mask)}; one value a token")
+        raise ValueError(f"{who}: token_mask must be {requirement}, got {_show(mask)}; give each token a value")
 
 
 def _check_integer(who: str, name: str, value, requirement: str, low: int, high: float = math.inf) -> None:
@@ -241,10 +244,11 @@ class LayerOptions:
                 _check_integer("MoKMoE", name, getattr(self, name), requirement, 1)
         requirement = f"an integer from 1 to num_experts {self.num_experts}"
         _check_integer("MoKMoE", "top_k", self.top_k, requirement, 1, self.num_experts)
-        _check_scoring("MoKMoE", self.scores, self.scaling)
-        for name in ("renormalize", "use_selection_bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"MoKMoE: {name} must be True or False, got {_describe(getattr(self, name))}")
+        _check_scoring("MoKMoE", self.scores, self.renormalize, self.scaling)
+        if not isinstance(self.use_selection_bias, bool):
+            raise TypeError(
+                f"MoKMoE: use_selection_bias must be True or False, got {_describe(self.use_selection_bias)}"
+            )
         _check_dtype("param_dtype", self.param_dtype)
         if self.dtype is not None:
             _check_dtype("dtype", self.dtype, " or None")

@@ -6,6 +6,8 @@ import collections
 import itertools
 import random
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from test_schedule import make_dims
@@ -25,6 +27,7 @@ COUNTS = {
     "even": [16, 16, 16, 16, 16],
     "straddling": [20, 0, 30, 1, 9, 0],
     "straddling by a minibatch": [24, 24, 12, 30],
+    "straddling twice, apart": [24, 16, 24, 24, 16, 8],
     "one long expert": [0, 3, 90, 7],
     "empty at a boundary": [32, 0, 0, 32, 0],
     "all on the last": [0, 0, 70],
@@ -204,8 +207,19 @@ def execute(listing, seed):
 @every_count
 def test_any_order_that_the_counters_allow_is_right_and_ends_at_the_exact_totals(counts, variant):
     tasks = listing(counts, **variant)
-    for seed in range(6):
+    for seed in range(10):
         assert execute(tasks, seed) == tasks.expected
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    st.sampled_from([variant.values[0] for variant in VARIANTS]),
+    st.integers(0, 2**32),
+)
+@hypothesis.settings(deadline=None)
+def test_any_order_is_right_for_any_counts(counts, variant, seed):
+    tasks = listing(counts, **variant)
+    assert execute(tasks, seed) == tasks.expected
 
 
 @every_variant
@@ -298,7 +312,7 @@ def _kinds():
 @pytest.mark.parametrize("variant, op, wait", list(_kinds()))
 def test_without_this_wait_some_order_is_wrong(variant, op, wait):
     for seed, counts, gradients in itertools.product(
-        range(40), ("straddling", "straddling by a minibatch", "one long expert"), (15, 0)
+        range(40), ("straddling", "straddling by a minibatch", "straddling twice, apart"), (15, 0)
     ):
         tasks = listing(COUNTS[counts], gradients=gradients, **variant)
         for task in tasks.communication + tasks.compute:

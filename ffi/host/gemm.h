@@ -14,8 +14,8 @@ enum class Transpose { kNo, kYes };
 
 // C (+)= op(A) op(B), all row-major with row pitches; op(A) is [m, k], op(B) [k, n].
 template <typename Wide>
-void Gemm(const Wide* a, int64_t a_pitch, Transpose a_transpose, const Wide* b, int64_t b_pitch,
-          Transpose b_transpose, Wide* c, int64_t c_pitch, int64_t m, int64_t n, int64_t k, bool accumulate) {
+void Gemm(const Wide* a, int64_t a_pitch, Transpose a_transpose, const Wide* b, int64_t b_pitch, Transpose b_transpose,
+          Wide* c, int64_t c_pitch, int64_t m, int64_t n, int64_t k, bool accumulate) {
   using Matrix = Eigen::Matrix<Wide, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   using Pitch = Eigen::OuterStride<>;
   using In = Eigen::Map<const Matrix, 0, Pitch>;

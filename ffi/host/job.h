@@ -39,10 +39,23 @@ class KeepDenormals {
 };
 
 inline const char* Name(Op op) {
-  static constexpr const char* kNames[] = {
-      "none", "dispatch", "combine", "reverse-combine", "reverse-dispatch", "gate-up", "down", "dgrad-down",
-      "dgrad-gate-up", "weight-gradient-gate-up", "weight-gradient-down", "shared gate-up", "shared down",
-      "shared dgrad-down", "shared dgrad-gate-up", "shared weight-gradient-gate-up", "shared weight-gradient-down"};
+  static constexpr const char* kNames[] = {"none",
+                                           "dispatch",
+                                           "combine",
+                                           "reverse-combine",
+                                           "reverse-dispatch",
+                                           "gate-up",
+                                           "down",
+                                           "dgrad-down",
+                                           "dgrad-gate-up",
+                                           "weight-gradient-gate-up",
+                                           "weight-gradient-down",
+                                           "shared gate-up",
+                                           "shared down",
+                                           "shared dgrad-down",
+                                           "shared dgrad-gate-up",
+                                           "shared weight-gradient-gate-up",
+                                           "shared weight-gradient-down"};
   return kNames[static_cast<int>(op)];
 }
 
@@ -255,8 +268,7 @@ class Job {
         BuildSchedule(ranks_[item.rank].dims, item.rank, ids_, ranks_[item.rank].schedule);
         stages.ClearUnusedContext();
         return;
-      case Phase::kTasks:
-        return stages.Run(queues_[item.rank].list(), item.task);
+      case Phase::kTasks: return stages.Run(queues_[item.rank].list(), item.task);
       case Phase::kEpilogue: {
         const int64_t begin = item.index * kEpilogueTokens;
         return stages.Epilogue(begin, Min(begin + kEpilogueTokens, ranks_[item.rank].dims.tokens));

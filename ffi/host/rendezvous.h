@@ -60,8 +60,8 @@ class Rendezvous {
   // Registers rank `rank` of `ranks`. The last to arrive gets everything, the others nothing; whoever
   // gets it must call CompleteAll. A rank's executions of one site arrive in order, so its n-th meets
   // the other ranks' n-th: the queue of a key holds the calls that some rank has not reached yet.
-  std::optional<Full> Arrive(const CallKey& key, int64_t rank, int64_t ranks, const char* phase,
-                             double timeout_seconds, Arrival arrival, Completion completion) {
+  std::optional<Full> Arrive(const CallKey& key, int64_t rank, int64_t ranks, const char* phase, double timeout_seconds,
+                             Arrival arrival, Completion completion) {
     std::unique_lock<std::mutex> lock(mutex_);
     std::deque<Call>& calls = calls_[key];
     size_t index = 0;
@@ -72,7 +72,8 @@ class Rendezvous {
       call.completions.resize(ranks);
       call.phase = phase;
       call.timeout_seconds = timeout_seconds;
-      call.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
+      call.deadline =
+          Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
       calls.push_back(std::move(call));
     }
     Call& call = calls[index];

@@ -106,12 +106,14 @@ class Stages {
       case Op::kDown: return Down(Routed(task), task);
       case Op::kDgradDown: return DgradDown(Routed(task), task, list.WidthTiles());
       case Op::kDgradGateUp: return DgradGateUp(Routed(task), task, list.WidthTiles());
-      case Op::kGradGateUp: case Op::kGradDown: return WeightGradient(task, false);
+      case Op::kGradGateUp:
+      case Op::kGradDown: return WeightGradient(task, false);
       case Op::kSharedGateUp: return GateUp(Shared(task), task);
       case Op::kSharedDown: return Down(Shared(task), task);
       case Op::kSharedDgradDown: return DgradDown(Shared(task), task, 0);
       case Op::kSharedDgradGateUp: return DgradGateUp(Shared(task), task, 0);
-      case Op::kSharedGradGateUp: case Op::kSharedGradDown: return WeightGradient(task, true);
+      case Op::kSharedGradGateUp:
+      case Op::kSharedGradDown: return WeightGradient(task, true);
     }
   }
 
@@ -134,7 +136,8 @@ class Stages {
     Wide* sum = Scratch<Wide>(Slot::kRow, d_.hidden);
     for (int64_t t = begin; t < end; ++t) {
       S* out = At(backward ? p_.d_x : p_.y, t * d_.hidden);
-      for (int64_t c = 0; c < d_.hidden; ++c) sum[c] = d_.shared_intermediate > 0 ? Numerics<S>::Widen(out[c]) : Wide(0);
+      for (int64_t c = 0; c < d_.hidden; ++c)
+        sum[c] = d_.shared_intermediate > 0 ? Numerics<S>::Widen(out[c]) : Wide(0);
       for (int64_t route = t * d_.top_k; route < (t + 1) * d_.top_k; ++route) {
         const bool valid = p_.ids[route] >= 0 && p_.ids[route] < d_.ranks * d_.local_experts;
         if (backward) static_cast<Wide*>(p_.d_router_weights)[route] = valid ? d_weights[route] : Wide(0);
@@ -158,15 +161,15 @@ class Stages {
     const int64_t row = block * d_.row_tile;
     return Min(d_.row_tile, p_.schedule.row_offset[task.expert] + p_.schedule.row_count[task.expert] - row);
   }
-  int64_t RingRow(const Task& task, int64_t block) const { return block * d_.row_tile - task.macrobatch * d_.macrobatch; }
+  int64_t RingRow(const Task& task, int64_t block) const {
+    return block * d_.row_tile - task.macrobatch * d_.macrobatch;
+  }
   const int32_t* Source(int64_t block) const { return p_.schedule.row_source + block * d_.row_tile; }
 
   // Where the pulled x rows of a macrobatch lie.
-  void* PulledX(const Task& task) const {
-    return task.macrobatch == 0 && p_.pass.context ? p_.context.x : p_.ring.x;
-  }
+  void* PulledX(const Task& task) const { return task.macrobatch == 0 && p_.pass.context ? p_.context.x : p_.ring.x; }
 
-  void Pull(const Task& task, void* to, const void* Peer::*from) const {
+  void Pull(const Task& task, void* to, const void* Peer::* from) const {
     const int64_t n = Count(task, task.block), routes = d_.Routes();
     for (int64_t i = 0; i < n; ++i) {
       const int64_t source = Source(task.block)[i];
@@ -325,12 +328,13 @@ class Stages {
 
   // A tile of o or dx: the shared expert's into `shared`, the routed experts' into the ring or, on one
   // rank, straight into the return window.
-  void WriteOut(const Block& b, const Task& task, const Wide* tile, int64_t first, int64_t columns, void* shared) const {
+  void WriteOut(const Block& b, const Task& task, const Wide* tile, int64_t first, int64_t columns,
+                void* shared) const {
     const bool routed = b.weights == &p_.routed;
     for (int64_t i = 0; i < b.count; ++i) {
-      S* out = !routed             ? At(shared, (b.row + i) * d_.hidden)
-               : d_.Exchanges()    ? At(p_.ring.out, (b.row + i) * d_.hidden)
-                                   : At(p_.ring.returned, Source(task.block)[i] * d_.hidden);
+      S* out = !routed          ? At(shared, (b.row + i) * d_.hidden)
+               : d_.Exchanges() ? At(p_.ring.out, (b.row + i) * d_.hidden)
+                                : At(p_.ring.returned, Source(task.block)[i] * d_.hidden);
       for (int64_t c = 0; c < columns; ++c) out[first + c] = Numerics<S>::Round(tile[i * columns + c]);
     }
   }
@@ -342,8 +346,8 @@ class Stages {
     int64_t pitch;
     const Wide* d_y = Widen(b.d_y, b.count, 0, d_.hidden, Slot::kLeft, &pitch);
     Wide* d_h = Scratch<Wide>(Slot::kFirst, b.count * columns);
-    Multiply(d_y, pitch, Operand(down, b.expert, b.width) + first * down.pitch, down.pitch, Transpose::kYes, d_h, b.count,
-             columns, d_.hidden, false);
+    Multiply(d_y, pitch, Operand(down, b.expert, b.width) + first * down.pitch, down.pitch, Transpose::kYes, d_h,
+             b.count, columns, d_.hidden, false);
     Wide* clamped = Scratch<Wide>(Slot::kRow, 3 * columns);
     Wide *sigmoid = clamped + columns, *h = sigmoid + columns;
     for (int64_t i = 0; i < b.count; ++i) {
@@ -359,7 +363,8 @@ class Stages {
         h[c] = Numerics<S>::Widen(Numerics<S>::Round(SwiGlu<Wide>::Forward(clamped[c], u, sigmoid[c])));
       }
       const Wide* row = d_h + i * columns;
-      if (partials > 0) static_cast<Wide*>(p_.ring.d_weights)[(b.row + i) * partials + task.tile] = Dot(row, h, columns);
+      if (partials > 0)
+        static_cast<Wide*>(p_.ring.d_weights)[(b.row + i) * partials + task.tile] = Dot(row, h, columns);
       for (int64_t c = 0; c < columns; ++c) {
         Wide d_g, d_u;
         activation_.Backward(Numerics<S>::Widen(gate[c]), Numerics<S>::Widen(up[c]), sigmoid[c], weight * row[c], &d_g,
@@ -404,7 +409,8 @@ class Stages {
     const int64_t rows = down ? width : d_.hidden, columns = down ? d_.hidden : width;
     const int64_t across = CeilDiv(columns, kTiles.gradient_columns);
     const int64_t row0 = task.tile / across * kTiles.gradient_rows, m = Min(kTiles.gradient_rows, rows - row0);
-    const int64_t column0 = task.tile % across * kTiles.gradient_columns, n = Min(kTiles.gradient_columns, columns - column0);
+    const int64_t column0 = task.tile % across * kTiles.gradient_columns,
+                  n = Min(kTiles.gradient_columns, columns - column0);
     Wide* first = Scratch<Wide>(Slot::kFirst, m * n);
     Wide* second = down ? nullptr : Scratch<Wide>(Slot::kSecond, m * n);
     const int64_t which = down ? 2 : 0;
@@ -431,9 +437,7 @@ class Stages {
     if (!down) Store(task, 1, row0, column0, rows, columns, m, n, second, to.up);
   }
 
-  Wide* Carry(int64_t which) const {
-    return static_cast<Wide*>(p_.ring.carry) + which * d_.hidden * d_.intermediate;
-  }
+  Wide* Carry(int64_t which) const { return static_cast<Wide*>(p_.ring.carry) + which * d_.hidden * d_.intermediate; }
 
   void Load(const Task& task, int64_t which, int64_t row0, int64_t column0, int64_t columns, int64_t m, int64_t n,
             Wide* sum) const {
