@@ -34,9 +34,8 @@ def mask_of(tokens=TOKENS):
     return jnp.asarray(np.random.default_rng(6).random(tokens) < 0.6)
 
 
-@functools.partial(jax.jit, static_argnames=("top_k", "scores", "renormalize", "scaling"))
 def run(logits, selection_bias=None, token_mask=None, **options) -> tuple[Routing, jax.Array, jax.Array | None]:
-    """The routing, and the gradients of all that has one: compiled once for all tests that call it alike."""
+    """The routing, and the gradients of all that has one. Not jitted: few shapes compile faster op by op."""
 
     def loss(logits, selection_bias):
         routing = route(logits, selection_bias=selection_bias, token_mask=token_mask, **dict(top_k=TOP_K) | options)
@@ -240,7 +239,6 @@ def test_a_broken_row_that_is_masked_does_not_show(scores, values):
 
 @scores_of
 def test_with_one_expert_a_renormalized_weight_teaches_nothing(scores):
-    @functools.partial(jax.jit, static_argnums=1)
     def gradient(logits, renormalize):
         return jax.grad(lambda x: route(x, 1, scores=scores, renormalize=renormalize).router_weights.sum())(logits)
 
@@ -250,7 +248,6 @@ def test_with_one_expert_a_renormalized_weight_teaches_nothing(scores):
 
 @pytest.mark.parametrize(("scores", "renormalize"), [("softmax", False), ("sigmoid", True)], ids=SCORES)
 def test_gradients(scores, renormalize):
-    @jax.jit
     def value(logits):
         routing = route(logits, TOP_K, scores=scores, renormalize=renormalize, token_mask=mask_of())
         return routing.router_weights, routing.load_balance_loss, routing.router_z_loss
@@ -279,9 +276,9 @@ def test_counts_have_no_share_in_the_gradient_of_the_balance_loss(scores):
 
 @scores_of
 @pytest.mark.parametrize("uniform", ["scores", "routes"])
-@pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (6, 4), (6, 6)])
-def test_balance_loss_of_a_uniform_router_is_1(scores, uniform, experts, top_k):
-    row = np.arange(experts, dtype=np.float64) * (uniform == "routes")
+@pytest.mark.parametrize("top_k", [1, 4, 6])
+def test_balance_loss_of_a_uniform_router_is_1(scores, uniform, top_k):
+    row = np.arange(6.0) * (uniform == "routes")
     logits = np.stack([np.roll(row, shift) for shift in range(24)])  # each row skewed, all together even
     loss = run(jnp.asarray(logits), top_k=top_k, scores=scores)[0].load_balance_loss
     assert abs(loss - 1) < 1e-14

@@ -136,8 +136,8 @@ class Stages {
     Wide* sum = Scratch<Wide>(Slot::kRow, d_.hidden);
     for (int64_t t = begin; t < end; ++t) {
       S* out = At(backward ? p_.d_x : p_.y, t * d_.hidden);
-      for (int64_t c = 0; c < d_.hidden; ++c)
-        sum[c] = d_.shared_intermediate > 0 ? Numerics<S>::Widen(out[c]) : Wide(0);
+      const bool shared = d_.shared_intermediate > 0;
+      for (int64_t c = 0; c < d_.hidden; ++c) sum[c] = shared ? Numerics<S>::Widen(out[c]) : Wide(0);
       for (int64_t route = t * d_.top_k; route < (t + 1) * d_.top_k; ++route) {
         const bool valid = p_.ids[route] >= 0 && p_.ids[route] < d_.ranks * d_.local_experts;
         if (backward) static_cast<Wide*>(p_.d_router_weights)[route] = valid ? d_weights[route] : Wide(0);
@@ -418,18 +418,19 @@ class Stages {
     if (!down) Load(task, 1, row0, column0, columns, m, n, second);
     for (int64_t block = task.block; block < task.block + task.blocks; ++block) {
       const Block b = shared ? SharedBlock(block) : RoutedBlock(task, block);
-      const auto add = [&](const Rows<S>& left, const Rows<S>& right, Wide* sum) {
-        int64_t left_pitch, right_pitch;
-        const Wide* l = Widen(left, b.count, row0, m, Slot::kLeft, &left_pitch);
-        const Wide* r = Widen(right, b.count, column0, n, Slot::kRight, &right_pitch);
-        Gemm(l, left_pitch, Transpose::kYes, r, right_pitch, Transpose::kNo, sum, n, m, n, b.count, true);
-      };
       const auto ring = [&](void* buffer) { return Rows<S>{At(buffer, b.row * width), width}; };
+      int64_t left_pitch;
+      const Wide* left = Widen(down ? ring(b.h) : b.x, b.count, row0, m, Slot::kLeft, &left_pitch);
+      const auto add = [&](const Rows<S>& right, Wide* sum) {
+        int64_t pitch;
+        const Wide* wide = Widen(right, b.count, column0, n, Slot::kRight, &pitch);
+        Gemm(left, left_pitch, Transpose::kYes, wide, pitch, Transpose::kNo, sum, n, m, n, b.count, true);
+      };
       if (down) {
-        add(ring(b.h), b.d_y, first);
+        add(b.d_y, first);
       } else {
-        add(b.x, ring(b.d_gate), first);
-        add(b.x, ring(b.d_up), second);
+        add(ring(b.d_gate), first);
+        add(ring(b.d_up), second);
       }
     }
     const Gradients& to = shared ? p_.d_shared : p_.d_routed;
