@@ -12,6 +12,9 @@ TIMEOUT_VARIABLE = "MOK_TIMEOUT"
 class MoKConfig:
     """How `moe` computes: nothing here changes what it computes, except `swiglu_limit`.
 
+    The other fields are about the ring and the ranks of "host"; "xla" and "reference", which have
+    neither, pay them no heed beyond these checks.
+
     Attributes:
       swiglu_limit: None, or a finite float >= 0. The gate is clamped to at most this value and the
         up projection to [-limit, limit]; the gradient is zero where a value lies outside.

@@ -95,7 +95,7 @@ class Dims:
         row_tile = config.row_tile or _host.ROW_TILE
         check_multiple("minibatch", config.minibatch, "the row tile", row_tile)
         check_multiple("macrobatch", config.macrobatch, "the row tile", row_tile)
-        return _host.Dims(
+        plan = _host.Dims(
             tokens=self.tokens // copies,
             hidden=self.hidden,
             intermediate=self.intermediate,
@@ -107,6 +107,12 @@ class Dims:
             minibatch=config.minibatch or 0,
             macrobatch=config.macrobatch or 0,
         )
+        if plan.capacity >= 2**31:
+            raise ValueError(
+                f"moe: rows padded to the row tile must be less than 2**31, got {plan.capacity}; "
+                "split the tokens over several calls, or use a smaller row_tile"
+            )
+        return plan
 
     def check(self) -> None:
         """Raises now what the call would raise when it is traced."""

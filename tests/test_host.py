@@ -229,3 +229,27 @@ def test_older_jaxlib_is_refused_in_one_sentence(monkeypatch):
 @pytest.mark.parametrize("version", ["0.12.0.1", "0.12.0.dev20261101", "1.0.0", "0.11.2"])
 def test_newer_jaxlib_is_accepted(version):
     assert ops._version(version) >= (0, 11, 2)
+
+
+@pytest.mark.parametrize(
+    "tokens, message",
+    [
+        (
+            2**27,
+            "moe: ranks * tokens * top_k must be less than 2**31, got 1 * 134217728 * 16; "
+            "split the tokens over several calls",
+        ),
+        (
+            2**27 - 1,
+            "moe: rows padded to the row tile must be less than 2**31, got 2147484544; "
+            "split the tokens over several calls, or use a smaller row_tile",
+        ),
+    ],
+    ids=["routes", "padded rows"],
+)
+def test_more_rows_than_int32_are_refused(tokens, message):
+    sizes = dict(hidden=8, intermediate=8, shared_intermediate=0, local_experts=8, ranks=1, top_k=16)
+    dims = ops.Dims(tokens=tokens, dtype=np.dtype("float32"), config=mok_jax.MoKConfig(), **sizes)
+    with pytest.raises(ValueError) as error:
+        dims.check()
+    assert str(error.value) == message
