@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
@@ -183,7 +184,7 @@ def _check(name: str, array, dtypes: tuple[str, ...], axes: tuple[str, ...], **s
 
 
 def _as_array(name, value):
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         raise TypeError(f"moe: {name} must be an array, got {_describe(value)}")
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
@@ -297,6 +298,7 @@ def _moe(call: _Call, x, ids, weights, experts: Weights, shared: Weights | None)
         in_specs=specs,
         out_specs=tokens,
         axis_names=set(placement.wrapped),
+        check_vma=placement.check_vma,
     )
     arguments = (x, ids, weights, experts, shared)
     y = run(*jax.tree.map(placement.reshard, arguments, specs))

@@ -51,6 +51,12 @@ class Placement:
         return 0 < len(self.wrapped) < len(self.mesh.axis_names)
 
     @property
+    def check_vma(self) -> bool:
+        """As the caller's shard_map has it, in which types cannot be mixed; True without one."""
+        manual = self._axes(lambda kind: kind == AxisType.Manual)
+        return not manual or bool(jax.typeof(lax.axis_index(manual[0])).manual_axis_type.varying)
+
+    @property
     def token_shards(self) -> int:
         """How many ranks' tokens the caller's arrays hold together."""
         return math.prod(self.mesh.shape[axis] for axis in self.wrapped_token_axes)

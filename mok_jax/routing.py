@@ -279,7 +279,7 @@ class LayerOptions:
 
     def parameters(self, hidden: int) -> dict[str, Parameter]:
         """By name. Inside a `shard_map` over the expert axis the experts are this rank's."""
-        experts, dtype = self.num_experts, self.param_dtype
+        experts, dtype = self.num_experts, jnp.dtype(self.param_dtype)
         mesh = jax.sharding.get_abstract_mesh()
         if self.expert_axis in mesh.manual_axes:
             experts //= mesh.shape[self.expert_axis]

@@ -44,9 +44,8 @@ def test_odd_sizes_and_default_config(implementation, dtype):
 
 SIZES = {
     "no_tokens": dict(tokens=0, hidden=6, intermediate=10, experts=4, top_k=2, shared=14),
-    "one_token_60_experts": dict(tokens=1, hidden=6, intermediate=10, experts=60, top_k=4),
+    "one_token_160_experts": dict(tokens=1, hidden=6, intermediate=10, experts=160, top_k=4),
     "every_one_of_3_experts": dict(tokens=130, hidden=9, intermediate=1, experts=3, top_k=3),
-    "160_experts": dict(tokens=19, hidden=6, intermediate=10, experts=160, top_k=6),
     "1025_experts": dict(tokens=33, hidden=6, intermediate=4, experts=1025, top_k=8),
     "all_ones": dict(tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, shared=1),
 }
@@ -62,10 +61,9 @@ def test_sizes(implementation, sizes):
 @implementations
 @pytest.mark.parametrize("counts", [[127, 128, 129, 0, 1, 0], [0, 1, 127, 1, 128, 128]], ids=["falling", "rising"])
 def test_exact_counts_around_the_default_tile(implementation, counts):
-    sizes = dict(tokens=385, hidden=6, intermediate=10, experts=6, top_k=1)
-    case = make_case("f32", **sizes)._replace(
-        expert_ids=jnp.repeat(jnp.arange(6, dtype=jnp.int32), np.array(counts))[:, None]
-    )
+    case = make_case("f32", tokens=385, hidden=6, intermediate=10, experts=60, top_k=1)
+    of_expert = jnp.repeat(jnp.array([0, 1, 2, 30, 58, 59], jnp.int32), np.array(counts))
+    case = case._replace(expert_ids=of_expert[:, None])
     assert_good(run(case, implementation), run(case, "plain"), exactly(case), "float32")
 
 
@@ -79,7 +77,7 @@ def test_swiglu_limit(implementation):
 
 
 @implementations
-@dtypes
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_swiglu_limit_passes_the_gradient_at_the_limit_and_not_beyond(implementation, dtype):
     # One expert for each (gate, up); x, w_down and dy are 1, so d_w_gate and d_w_up are the activation's own.
     x_dtype, w_dtype = DTYPES[dtype]
@@ -89,7 +87,7 @@ def test_swiglu_limit_passes_the_gradient_at_the_limit_and_not_beyond(implementa
     case = Case(
         x=ones,
         expert_ids=jnp.arange(7, dtype=jnp.int32)[:, None],
-        router_weights=jnp.ones((7, 1), "float64" if dtype == "f64" else "float32"),
+        router_weights=jnp.ones((7, 1), "float32"),
         w_gate=gate.reshape(7, 1, 1),
         w_up=up.reshape(7, 1, 1),
         w_down=jnp.ones((7, 1, 1), w_dtype),

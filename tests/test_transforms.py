@@ -218,12 +218,14 @@ def one_by_one(function, batch, axes):
     return jax.tree.map(lambda *values: jnp.stack(values), *(function(item(index)) for index in range(BATCH)))
 
 
+reference_y = jax.jit(lambda case: call(case, "reference"))
+
+
 def assert_mapped(layer, names):
     """vmap of `layer(case)` gives the y of "reference" on one case after the other."""
     batch, axes = batch_of(names)
     mapped = jax.device_get(jax.jit(jax.vmap(layer, in_axes=(axes,)))(batch))
-    expected = one_by_one(jax.jit(lambda case: call(case, "reference")), batch, axes)
-    assert_near({"y": mapped}, {"y": expected}, 1e-13)
+    assert_near({"y": mapped}, {"y": one_by_one(reference_y, batch, axes)}, 1e-13)
 
 
 @implementations
