@@ -9,7 +9,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import AbstractMesh, Mesh
 
 from mok_jax.config import MoKConfig
-from mok_jax.routing import LECUN_NORMAL, LayerOptions, LayerWeights, Parameter, apply_layer
+from mok_jax.modules import LECUN_NORMAL, LayerOptions, LayerWeights, Parameter, apply_layer
 
 
 class MoKMoE(nn.Module, kw_only=True):

@@ -101,10 +101,10 @@ def moe(
     arguments = dict(x=x, expert_ids=expert_ids, router_weights=router_weights, w_gate=w_gate, w_up=w_up, w_down=w_down)
     if shared is not None:
         if not isinstance(shared, (tuple, list)) or len(shared) != 3:
-            raise TypeError(f"moe: shared must be a tuple (w_gate, w_up, w_down) or None, got {_describe(shared)}")
+            raise TypeError(f"moe: shared must be a tuple (w_gate, w_up, w_down) or None, got {describe(shared)}")
         arguments |= {f"shared {name}": w for name, w in zip(("w_gate", "w_up", "w_down"), shared, strict=True)}
     if not isinstance(config, MoKConfig):
-        raise TypeError(f"moe: config must be a MoKConfig, got {_describe(config)}")
+        raise TypeError(f"moe: config must be a MoKConfig, got {describe(config)}")
     arrays = {name: _as_array(name, value) for name, value in arguments.items()}
     placement = place(mesh, list(arrays.values()), expert_axis, token_axes)
     _check_arguments(arrays, placement, config)
@@ -124,7 +124,7 @@ def _check_arguments(arrays: dict[str, Any], placement: Placement, config: MoKCo
     x = arrays["x"]
     name = x.dtype.name
     if name not in ("float32", "float64", "bfloat16"):
-        raise TypeError(f"moe: x must be float32, float64 or bfloat16 [tokens, hidden], got {_show(x)}; cast x")
+        raise TypeError(f"moe: x must be float32, float64 or bfloat16 [tokens, hidden], got {show(x)}; cast x")
     wide = accumulation_dtype(x.dtype).dtype.name
     weight_dtypes = (name, "float32") if name == "bfloat16" else (name,)
     _check("x", x, (name,), ("tokens", "hidden"))
@@ -146,12 +146,12 @@ def _check_arguments(arrays: dict[str, Any], placement: Placement, config: MoKCo
     if tokens % placement.token_shards:
         raise ValueError(
             f"moe: tokens must be divisible by the mesh axes {placement.wrapped_token_axes} of size "
-            f"{placement.token_shards}, got x {_show(x)}; pad x with rows whose ids are -1, or name fewer token_axes"
+            f"{placement.token_shards}, got x {show(x)}; pad x with rows whose ids are -1, or name fewer token_axes"
         )
     if experts % placement.expert_shards:
         raise ValueError(
             f"moe: experts must be divisible by the expert axis {placement.expert_axis!r} of size {placement.ranks}, "
-            f"got w_gate {_show(arrays['w_gate'])}; change the mesh or the number of experts"
+            f"got w_gate {show(arrays['w_gate'])}; change the mesh or the number of experts"
         )
     virtual = config.virtual_ranks
     if virtual > 1:
@@ -171,7 +171,7 @@ def _check_arguments(arrays: dict[str, Any], placement: Placement, config: MoKCo
 def _check(name: str, array, dtypes: tuple[str, ...], axes: tuple[str, ...], **sizes: int) -> None:
     """One array's dtype, rank and sizes, with one message for each."""
     wanted = ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes)
-    requirement = f"moe: {name} must be {' or '.join(dtypes)}[{wanted}], got {_show(array)}"
+    requirement = f"moe: {name} must be {' or '.join(dtypes)}[{wanted}], got {show(array)}"
     if array.dtype.name not in dtypes:
         raise TypeError(f"{requirement}; cast it to {dtypes[0]}")
     if len(array.shape) != len(axes):
@@ -185,16 +185,16 @@ def _check(name: str, array, dtypes: tuple[str, ...], axes: tuple[str, ...], **s
 
 def _as_array(name, value):
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        raise TypeError(f"moe: {name} must be an array, got {_describe(value)}")
+        raise TypeError(f"moe: {name} must be an array, got {describe(value)}")
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
-def _show(array) -> str:
+def show(array) -> str:
     return f"{array.dtype.name}{list(array.shape)}"
 
 
-def _describe(value) -> str:
-    return _show(value) if hasattr(value, "shape") and hasattr(value, "dtype") else f"{type(value).__name__} {value!r}"
+def describe(value) -> str:
+    return show(value) if hasattr(value, "shape") and hasattr(value, "dtype") else f"{type(value).__name__} {value!r}"
 
 
 # ---- choice ----
@@ -211,9 +211,7 @@ def choose_implementation(implementation: str | None = None, mesh: AnyMesh | Non
       TypeError, ValueError: an unknown name, or one that the devices do not allow.
     """
     if implementation is not None and not isinstance(implementation, str):
-        raise TypeError(
-            f"moe: implementation must be one of {IMPLEMENTATIONS} or None, got {_describe(implementation)}"
-        )
+        raise TypeError(f"moe: implementation must be one of {IMPLEMENTATIONS} or None, got {describe(implementation)}")
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"moe: implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")

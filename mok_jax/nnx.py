@@ -9,7 +9,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from mok_jax.config import MoKConfig
-from mok_jax.routing import LECUN_NORMAL, LayerOptions, LayerWeights, Parameter, apply_layer
+from mok_jax.modules import LECUN_NORMAL, LayerOptions, LayerWeights, Parameter, apply_layer
 
 
 class SelectionBias(nnx.Variable):

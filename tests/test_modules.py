@@ -1,5 +1,6 @@
 """Both modules: values, gradients and what they record, on one device, over meshes and under transformations."""
 
+import contextlib
 import functools
 import pickle
 import re
@@ -150,7 +151,9 @@ OPTIONS = {
 @frameworks
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_reach_the_router(framework, options):
-    layer = layer_of(framework, implementation="reference", **options | ({"bias": bias_of()} if "bias" in options else {}))
+    layer = layer_of(
+        framework, implementation="reference", **options | ({"bias": bias_of()} if "bias" in options else {})
+    )
     assert_near(run(layer, parameters_of(), x_of(37)), expected_of(**options), 1e-12)
 
 
@@ -208,7 +211,9 @@ def test_each_gradient_has_its_parameters_dtype(framework, x_dtype, dtype, param
 def test_weight_gradients_are_not_rounded_to_the_compute_dtype(framework, implementation):
     # h is 1 in every place, and the two rows of dy add 256 and 1: 257 is no bfloat16.
     gate = jnp.zeros((1, HIDDEN, 40), jnp.float32).at[:, 0].set(64.0)
-    parameters = parameters_of("float32", experts=1) | dict(w_gate=gate, w_up=gate / 4096, w_down=jnp.ones((1, 40, HIDDEN)))
+    parameters = parameters_of("float32", experts=1) | dict(
+        w_gate=gate, w_up=gate / 4096, w_down=jnp.ones((1, 40, HIDDEN))
+    )
     parameters = {name: p.astype(jnp.float32) for name, p in parameters.items() if "shared" not in name}
     sizes = dict(num_experts=1, top_k=1, shared_intermediate=None)
     layer = layer_of(framework, implementation=implementation, dtype=jnp.bfloat16, **sizes)
@@ -241,7 +246,9 @@ def test_router_logits_are_in_float32():
 @frameworks
 def test_router_stays_float32(framework):
     module = module_of(framework, param_dtype=jnp.bfloat16)
-    parameters = nnx.state(module, nnx.Param) if framework == "nnx" else module.init(jax.random.key(0), x_of(2))["params"]
+    parameters = (
+        nnx.state(module, nnx.Param) if framework == "nnx" else module.init(jax.random.key(0), x_of(2))["params"]
+    )
     dtypes = {name: parameters[name].dtype.name for name in ("router", "w_gate", "w_up", "w_down")}
     assert dtypes == dict(router="float32", w_gate="bfloat16", w_up="bfloat16", w_down="bfloat16")
 
@@ -277,7 +284,7 @@ def test_masked_tokens_take_no_part(implementation):
 
     def with_bad_cotangents(parameters, x, mask):
         y, recorded = layer(parameters, x, mask)
-        return y + jnp.where(mask[..., None], 0, jnp.nan * y), recorded
+        return y * jnp.where(mask[..., None], 1, jnp.nan), recorded
 
     actual = run(with_bad_cotangents, parameters_of(), x, jnp.asarray(mask))
     expected = run(by_hand, parameters_of(), x[mask])
@@ -444,7 +451,8 @@ def test_scan_over_layers(framework, remat):
 def test_remat_with_the_policy_routes_and_calls_once(framework):
     layers = summed(SCANS[framework](True, "host"))
     text = jax.jit(functools.partial(results_of, layers)).lower(stacked(), x_of(37)).compile().as_text()
-    assert sorted(re.findall(r'custom_call_target="(TopK|mok_\w+)"', text)) == ["TopK", "mok_backward", "mok_forward"]
+    assert sorted(re.findall(r'custom_call_target="(mok_\w+)"', text)) == ["mok_backward", "mok_forward"]
+    assert len(re.findall(r" sort\(|TopK", text)) == 1
 
 
 def test_remat_of_ties_changes_no_bit():
@@ -470,3 +478,337 @@ def test_micro_batches_have_the_counts_of_the_whole_batch():
     parts = [layer(parameters_of(), part)[1] for part in x.reshape(4, 9, HIDDEN)]
     assert (sum(part["tokens_per_expert"] for part in parts) == whole["tokens_per_expert"]).all()
     assert_near({"z": sum(part["router_z_loss"] for part in parts) / 4}, {"z": whole["router_z_loss"]}, 1e-14)
+
+
+# ---- over meshes ----
+
+MESHES = {
+    "e8": ((8,), ("expert",)),
+    "d2_e4": ((2, 4), ("data", "expert")),
+    "d4_e2": ((4, 2), ("data", "expert")),
+}
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def mesh_of(name, kind="auto"):
+    shape, axes = MESHES[name]
+    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(axes))
+
+
+def placed(mesh, spec, x):
+    """The parameters as the modules make them, and x as in `spec`."""
+    parameters = {
+        name: jax.device_put(value, NamedSharding(mesh, P("expert") if value.ndim == 3 else P()))
+        for name, value in parameters_of(experts=8).items()
+    }
+    return parameters, jax.device_put(x, NamedSharding(mesh, spec))
+
+
+EVERY = ("data", "expert")
+# Both losses and all gradients on each mesh and kind of axes; frameworks, implementations, x's sharding and
+# the ways to name the mesh are spread over them.
+MATRIX = [
+    ("nnx", "xla", "e8", "auto", P("expert"), "named"),
+    ("linen", "host", "e8", "explicit", P("expert"), "ambient"),
+    ("nnx", "host", "d2_e4", "auto", P("data"), "ambient"),
+    ("linen", "xla", "d2_e4", "auto", P(EVERY), "arguments"),
+    ("nnx", "reference", "d2_e4", "explicit", P("data", "expert"), "ambient"),
+    ("nnx", "xla", "d2_e4", "explicit", P(None, EVERY), "named"),
+    ("linen", "host", "d2_e4", "explicit", P(EVERY), "ambient"),
+    ("nnx", "host", "d2_e4", "explicit", P("data", None, "expert"), "ambient"),
+    ("linen", "reference", "d4_e2", "auto", P("data", "expert"), "named"),
+    ("nnx", "host", "d4_e2", "explicit", P(), "ambient"),
+]
+
+
+def name_of_row(framework, implementation, mesh, kind, spec, how):
+    axes = "_".join("".join(part if isinstance(part, str) else "".join(part or "-")) for part in spec) or "replicated"
+    return "-".join([framework, implementation, mesh, kind, axes, how])
+
+
+@pytest.mark.parametrize(
+    ("framework", "implementation", "name", "kind", "spec", "how"), MATRIX, ids=[name_of_row(*row) for row in MATRIX]
+)
+def test_mesh_is_one_device(framework, implementation, name, kind, spec, how):
+    mesh, x, mask = mesh_of(name, kind), x_of(8, 16), mask_of(8, 16)
+    named = dict(mesh=mesh) if how == "named" else {}
+    layer = layer_of(framework, implementation=implementation, config=TINY, num_experts=8, **named)
+
+    def residual(parameters, x, mask):
+        y, recorded = layer(parameters, x, mask)
+        return x + y, recorded  # under Explicit axes y must have x's sharding
+
+    with jax.set_mesh(mesh) if how == "ambient" else contextlib.nullcontext():
+        results = run(residual, *placed(mesh, spec, x), mask)
+    assert_near(results, expected_on_a_mesh(), 1e-12)
+
+
+def mask_of(*leading):
+    return jnp.asarray(np.random.default_rng(3).random(leading) < 0.8)
+
+
+@functools.cache
+def expected_on_a_mesh():
+    def residual(parameters, x, mask):
+        y, recorded = by_hand(parameters, x, mask)
+        return x + y, recorded
+
+    return run(residual, parameters_of(experts=8), x_of(8, 16), mask_of(8, 16))
+
+
+MANUAL = {"all": EVERY, "data": ("data",)}
+
+
+@frameworks
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("manual", MANUAL.values(), ids=MANUAL)
+def test_inside_a_shard_map(framework, check_vma, manual):
+    if not check_vma and manual != EVERY:
+        pytest.skip("jax cannot differentiate a partly manual shard_map without check_vma")
+    mesh = mesh_of("d2_e4")
+    layer = layer_of(framework, implementation="xla", num_experts=8)
+    tokens, by_expert = P(manual), P("expert" if "expert" in manual else None)
+    specs = {name: by_expert if name.startswith("w_") else P() for name in parameters_of()}
+    inside = jax.shard_map(
+        lambda parameters, x, mask: layer(parameters, x, mask),
+        mesh=mesh,
+        in_specs=(specs, tokens, tokens),
+        out_specs=(tokens, {name: P() for name in RECORDED}),
+        axis_names=set(manual),
+        check_vma=check_vma,
+    )
+
+    def residual(parameters, x, mask):
+        y, recorded = inside(parameters, x, mask)
+        return x + y, recorded
+
+    with jax.set_mesh(mesh):
+        results = run(residual, parameters_of(experts=8), x_of(8, 16), mask_of(8, 16))
+    assert_near(results, expected_on_a_mesh(), 1e-12)
+
+
+# ---- construction ----
+
+
+def expert_specs(framework, module):
+    """Each parameter's PartitionSpec as the framework tells it."""
+    if framework == "nnx":
+        specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(module, nnx.Param)))
+    else:
+        variables = jax.eval_shape(module.init, jax.random.key(0), x_of(8, dtype=jnp.float32))
+        specs = nn.get_partition_spec(variables)["params"]
+    return specs
+
+
+def other_mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def mixed_mesh():
+    return jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Explicit))
+
+
+PLACES = {
+    "none": (None, "none", False),
+    "lacking-given": (other_mesh, "given", False),
+    "lacking-ambient": (other_mesh, "ambient", False),
+    "auto-given": (functools.partial(mesh_of, "d2_e4"), "given", True),
+    "auto-ambient": (functools.partial(mesh_of, "d2_e4"), "ambient", True),
+    "explicit-given": (functools.partial(mesh_of, "d2_e4", "explicit"), "given", True),
+    "explicit-ambient": (functools.partial(mesh_of, "d2_e4", "explicit"), "ambient", True),
+    "mixed-given": (mixed_mesh, "given", True),
+    "mixed-ambient": (mixed_mesh, "ambient", True),
+}
+
+
+@frameworks
+@pytest.mark.parametrize(("make", "how", "has_axis"), PLACES.values(), ids=PLACES)
+def test_construction(framework, make, how, has_axis):
+    mesh = make() if make else None
+    with jax.set_mesh(mesh) if how == "ambient" else contextlib.nullcontext():
+        given = dict(mesh=mesh) if how == "given" else {}
+        module = module_of(framework, num_experts=8, shared_intermediate=SHARED, implementation="reference", **given)
+        specs = expert_specs(framework, module)
+    experts = P("expert", None, None) if has_axis else P()
+    assert specs == {name: experts if name.startswith("w_") else P() for name in parameters_of()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nnx_makes_the_experts_sharded(kind):
+    with jax.set_mesh(mesh_of("d2_e4", kind)):
+        module = module_of("nnx", num_experts=8)
+        layers = nnx.vmap(lambda rngs: module_of("nnx", num_experts=8))(nnx.Rngs(0).split(3))
+    assert module.w_down[...].sharding.shard_shape((8, 40, HIDDEN)) == (2, 40, HIDDEN)
+    assert layers.w_down[...].sharding.shard_shape((3, 8, 40, HIDDEN)) == (3, 2, 40, HIDDEN)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linen_parameters_may_stay_boxed(kind):
+    mesh = mesh_of("d2_e4", kind)
+    with jax.set_mesh(mesh):
+        module, x = module_of("linen", num_experts=8, implementation="xla"), x_of(8, dtype=jnp.float32)
+        variables = jax.jit(module.init)(jax.random.key(0), x)
+        assert isinstance(variables["params"]["w_gate"], nn.Partitioned)
+        boxed, plain = (jax.jit(module.apply)(v, x) for v in (variables, nn.unbox(variables)))
+    assert_same_bits(boxed, plain)
+
+
+def test_each_expert_has_its_own_fan_in_and_key():
+    module = mok_jax.MoKMoE(96, 160, 6, 3, shared_intermediate=224, rngs=nnx.Rngs(0))
+    values = {name: np.asarray(value) for name, value in nnx.to_pure_dict(nnx.state(module, nnx.Param)).items()}
+    for name, fan_in in dict(
+        router=96, w_gate=96, w_up=96, w_down=160, shared_gate=96, shared_up=96, shared_down=224
+    ).items():
+        assert abs(values[name].std() * np.sqrt(fan_in) - 1) < 0.1, name
+    assert len({expert.tobytes() for name in ("w_gate", "w_up", "w_down") for expert in values[name]}) == 18
+
+
+def test_linen_makes_what_nnx_makes():
+    initializers = dict(kernel_init=jax.nn.initializers.normal(0.5), router_init=jax.nn.initializers.ones)
+    options = dict(shared_intermediate=SHARED, param_dtype=jnp.bfloat16, **initializers)
+    variables = module_of("linen", **options).init(jax.random.key(0), x_of(2, dtype=jnp.float32))
+    parameters = nnx.to_pure_dict(nnx.state(module_of("nnx", **options), nnx.Param))
+    described = (jax.tree.map(lambda p: (p.shape, p.dtype), tree) for tree in (variables["params"], parameters))
+    assert dict(next(described)) == next(described)
+    assert (variables["params"]["router"] == 1).all() and (parameters["router"] == 1).all()
+
+
+# ---- transformations ----
+
+
+def test_nnx_training_step_with_donation():
+    module = module_of("nnx", implementation="host", shared_intermediate=SHARED)
+    graph, state = nnx.split(module)
+
+    def step(state, x):
+        def loss(module):
+            y, recorded = nnx.capture(module, nnx.Intermediate)(x)
+            return ((y - x) ** 2).mean() + 0.01 * recorded["load_balance_loss"][0]
+
+        value, gradients = nnx.value_and_grad(loss)(nnx.merge(graph, state))
+        return value, jax.tree.map(lambda p, d: p - 0.1 * d, state, gradients)
+
+    step = jax.jit(step, donate_argnums=0)
+    x = x_of(37, dtype=jnp.float32)
+    first, trained = jax.block_until_ready(step(state, x))
+    second, _ = jax.block_until_ready(step(trained, x))
+    assert second < first and state["w_gate"][...].is_deleted()
+
+
+@frameworks
+@implementations
+def test_export(framework, implementation):
+    layer = layer_of(framework, implementation=implementation, config=TINY)
+    function = jax.jit(lambda parameters, x: layer(parameters, x)[0])
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in ops.TARGETS]
+    exported = jax.export.export(function, disabled_checks=checks if implementation == "host" else ())
+    arguments = parameters_of(), x_of(37)
+    y = jax.jit(exported(*arguments).call)(*arguments)
+    assert_near({"y": y}, {"y": expected_of()["y"]}, 1e-12)
+
+
+@implementations
+def test_vmap_is_a_loop(implementation):
+    layer = layer_of("nnx", implementation=implementation)
+    mapped, recorded = jax.jit(jax.vmap(layer, in_axes=(None, 0)))(parameters_of(), x_of(2, 37))
+    single = jax.jit(layer_of("nnx", implementation="reference"))
+    each = [single(parameters_of(), x) for x in x_of(2, 37)]
+    together = jax.tree.map(lambda *values: jnp.stack(values), *each)
+    assert_near({"y": mapped} | recorded, {"y": together[0]} | together[1], 1e-13)
+
+
+# ---- errors ----
+
+
+def refuse(error, text, call, *arguments, **options):
+    with pytest.raises(error) as caught:
+        call(*arguments, **options)
+    assert str(caught.value) == text
+
+
+DTYPE_NAMES = "('float32', 'float64', 'bfloat16')"
+INDIVISIBLE = (
+    "MoKMoE: num_experts must be divisible by the expert axis 'expert' of size 4, got 6; use 8 experts or another mesh"
+)
+
+# name: (options, error, text)
+WRONG = {
+    "intermediate": (dict(intermediate=0), ValueError, "MoKMoE: intermediate must be an integer >= 1, got 0"),
+    "num_experts": (dict(num_experts=2.0), TypeError, "MoKMoE: num_experts must be an integer >= 1, got float 2.0"),
+    "top_k": (dict(top_k=7), ValueError, "MoKMoE: top_k must be an integer from 1 to num_experts 6, got 7"),
+    "shared": (
+        dict(shared_intermediate=0),
+        ValueError,
+        "MoKMoE: shared_intermediate must be an integer >= 1 or None, got 0",
+    ),
+    "scores": (dict(scores="relu"), ValueError, "MoKMoE: scores must be one of ('softmax', 'sigmoid'), got 'relu'"),
+    "renormalize": (dict(renormalize=None), TypeError, "MoKMoE: renormalize must be True or False, got NoneType None"),
+    "scaling": (dict(scaling=float("nan")), ValueError, "MoKMoE: scaling must be a finite number, got nan"),
+    "bias": (dict(use_selection_bias=1), TypeError, "MoKMoE: use_selection_bias must be True or False, got int 1"),
+    "dtype": (
+        dict(dtype=jnp.float16),
+        TypeError,
+        f"MoKMoE: dtype must be one of {DTYPE_NAMES} or None, got float16",
+    ),
+    "param_dtype": (
+        dict(param_dtype="half a float"),
+        TypeError,
+        f"MoKMoE: param_dtype must be one of {DTYPE_NAMES}, got 'half a float'",
+    ),
+    "config": (dict(config=3), TypeError, "MoKMoE: config must be a MoKConfig, got int 3"),
+    "implementation": (
+        dict(implementation="best"),
+        ValueError,
+        "moe: implementation must be one of ('host', 'xla', 'reference') or None, got 'best'",
+    ),
+    "mesh": (dict(mesh="d2_e4"), TypeError, "MoKMoE: mesh must be a jax.sharding.Mesh or None, got str 'd2_e4'"),
+    "indivisible": (dict(mesh=AbstractMesh((2, 4), ("data", "expert"))), ValueError, INDIVISIBLE),
+}
+
+
+@frameworks
+@pytest.mark.parametrize(("options", "error", "text"), WRONG.values(), ids=WRONG)
+def test_options_are_refused_at_construction(framework, options, error, text):
+    refuse(error, text, module_of, framework, **options)
+
+
+@frameworks
+def test_experts_that_the_ambient_mesh_cannot_divide(framework):
+    with jax.set_mesh(mesh_of("d2_e4")):
+        refuse(ValueError, INDIVISIBLE, module_of, framework)
+
+
+X_DTYPES = "float32 or float64 or bfloat16"
+WRONG_CALLS = {
+    "x_dtype": (
+        (jnp.zeros((5, HIDDEN), jnp.int32),),
+        TypeError,
+        f"MoKMoE: x must be {X_DTYPES}[..., hidden=24], got int32[5, 24]; cast x",
+    ),
+    "x_width": (
+        (jnp.zeros((5, 23)),),
+        ValueError,
+        "MoKMoE: x must be float64[..., hidden=24], got float64[5, 23]; its last axis differs",
+    ),
+    "x_rank": (
+        (jnp.zeros(()),),
+        ValueError,
+        "MoKMoE: x must be float64[..., hidden=24], got float64[]; its last axis differs",
+    ),
+    "mask_dtype": (
+        (jnp.zeros((5, 2, HIDDEN)), jnp.zeros((5, 2))),
+        TypeError,
+        "MoKMoE: token_mask must be bool[5, 2], got float64[5, 2]; True keeps a token",
+    ),
+    "mask_shape": (
+        (jnp.zeros((5, 2, HIDDEN)), jnp.zeros(10, bool)),
+        ValueError,
+        "MoKMoE: token_mask must be bool[5, 2], got bool[10]; give each token a value",
+    ),
+}
+
+
+@frameworks
+@pytest.mark.parametrize(("arguments", "error", "text"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_arguments_are_refused(framework, arguments, error, text):
+    refuse(error, text, layer_of(framework), parameters_of(), *arguments)
