@@ -1,5 +1,6 @@
 """mok_jax: a mixture-of-experts layer for training in JAX, on CPU and GPU through the same code path."""
 
+import importlib
 import pkgutil
 from typing import Any
 
@@ -16,8 +17,17 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "MoKMoE":  # only this needs flax
-        from mok_jax.nnx import MoKMoE
+    if name not in ("MoKMoE", "nnx", "linen"):
+        raise AttributeError(f"module 'mok_jax' has no attribute {name!r}")
+    module = "linen" if name == "linen" else "nnx"
+    try:
+        found = importlib.import_module(f"mok_jax.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != "flax":
+            raise
+        raise ImportError(f"mok_jax.{name} needs flax; run python -m pip install 'mok_jax[flax]'") from error
+    return found.MoKMoE if name == "MoKMoE" else found
 
-        return MoKMoE
-    raise AttributeError(f"module 'mok_jax' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), "MoKMoE", "linen", "nnx"])

@@ -4,6 +4,8 @@ import dataclasses
 import math
 import os
 
+import numpy as np
+
 DEFAULT_TIMEOUT_SECONDS = 20.0
 TIMEOUT_VARIABLE = "MOK_TIMEOUT"
 
@@ -94,7 +96,7 @@ def check_multiple(name: str, value: int | None, of_name: str, of: int | None) -
 def _check_number(name, value, requirement, holds):
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"MoKConfig: {name} must be {requirement}, got {value!r}")
     if not (math.isfinite(value) and holds(value)):
         raise ValueError(f"MoKConfig: {name} must be {requirement}, got {value!r}")
@@ -103,7 +105,7 @@ def _check_number(name, value, requirement, holds):
 def _check_integer(name, value, requirement, holds):
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"MoKConfig: {name} must be {requirement}, got {value!r}")
     if not holds(value):
         raise ValueError(f"MoKConfig: {name} must be {requirement}, got {value!r}")

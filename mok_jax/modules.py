@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mok_jax.config import MoKConfig
-from mok_jax.moe import Weights, choose_implementation, describe, moe, show
+from mok_jax.moe import Weights, as_array, choose_implementation, describe, moe, show
+from mok_jax.placement import check_expert_axis
 from mok_jax.reference import HIGHEST, accumulation_dtype
 from mok_jax.routing import Routing, check_integer, check_mask, check_scoring, route
 
@@ -91,6 +92,12 @@ class LayerOptions:
             raise TypeError(f"MoKMoE: mesh must be a jax.sharding.Mesh or None, got {describe(self.mesh)}")
         if self.implementation is not None:
             choose_implementation(self.implementation, self.mesh)
+        if not isinstance(self.expert_axis, str):
+            raise TypeError(f"MoKMoE: expert_axis must be the name of a mesh axis, got {describe(self.expert_axis)}")
+        if self.token_axes is not None:  # a list or one name, as `moe` takes them
+            axes = (self.token_axes,) if isinstance(self.token_axes, str) else tuple(self.token_axes)
+            object.__setattr__(self, "token_axes", axes)
+        check_expert_axis("MoKMoE", self.expert_axis, self.known_mesh)
         ranks = self.known_mesh.shape.get(self.expert_axis, 1)
         if self.num_experts % ranks:
             raise ValueError(
@@ -150,6 +157,8 @@ def apply_layer(
       x: float [..., hidden].
       token_mask: None, or bool [...]; where False, y is 0 and nothing has a gradient, whatever x holds.
     """
+    x = as_array("MoKMoE", "x", x)
+    token_mask = None if token_mask is None else as_array("MoKMoE", "token_mask", token_mask)
     _check_layer_arguments(x, token_mask, weights.router)
     dtype = jnp.dtype(options.dtype or x.dtype)
     wide = accumulation_dtype(dtype)
@@ -197,7 +206,9 @@ def _check_layer_arguments(x, token_mask, router) -> None:
     if x.dtype.name not in _DTYPES:
         raise TypeError(f"MoKMoE: x must be {' or '.join(_DTYPES)}[..., hidden={hidden}], got {show(x)}; cast x")
     if x.ndim == 0 or x.shape[-1] != hidden:
-        raise ValueError(f"MoKMoE: x must be {x.dtype.name}[..., hidden={hidden}], got {show(x)}")
+        raise ValueError(
+            f"MoKMoE: x must be {x.dtype.name}[..., hidden={hidden}], got {show(x)}; make the layer for x's width"
+        )
     if token_mask is not None:
         check_mask("MoKMoE", token_mask, f"bool{list(x.shape[:-1])}", x.shape[:-1])
 

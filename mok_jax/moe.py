@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from mok_jax import ops
 from mok_jax.config import MoKConfig
-from mok_jax.placement import AnyMesh, Placement, place, vary_alike
+from mok_jax.placement import DEFAULT_EXPERT_AXIS, AnyMesh, Placement, place, vary_alike
 from mok_jax.reference import accumulation_dtype, moe_reference
 from mok_jax.xla import moe_xla
 
@@ -27,7 +27,7 @@ IMPLEMENTATIONS = ("host", "xla", "reference")  # best first
 
 logger = logging.getLogger("mok_jax")
 
-Weights = tuple[jax.Array, jax.Array, jax.Array]
+Weights = tuple[jax.Array, ...]
 
 save_moe_residuals = jax.checkpoint_policies.save_only_these_names(
     "mok_ids", "mok_weights", "mok_schedule", "mok_context", "mok_out"
@@ -47,7 +47,7 @@ def moe(
     implementation: str | None = None,
     config: MoKConfig = MoKConfig(),
     mesh: AnyMesh | None = None,
-    expert_axis: str = "expert",
+    expert_axis: str = DEFAULT_EXPERT_AXIS,
     token_axes: tuple[str, ...] | None = None,
 ) -> jax.Array:
     """Mixture-of-experts feed-forward: y[t] = sum_k w[t,k] FFN_{ids[t,k]}(x[t]) + FFN_shared(x[t]).
@@ -105,7 +105,7 @@ def moe(
         arguments |= {f"shared {name}": w for name, w in zip(("w_gate", "w_up", "w_down"), shared, strict=True)}
     if not isinstance(config, MoKConfig):
         raise TypeError(f"moe: config must be a MoKConfig, got {describe(config)}")
-    arrays = {name: _as_array(name, value) for name, value in arguments.items()}
+    arrays = {name: as_array("moe", name, value) for name, value in arguments.items()}
     placement = place(mesh, list(arrays.values()), expert_axis, token_axes)
     _check_arguments(arrays, placement, config)
     chosen = choose_implementation(implementation, placement.mesh)
@@ -146,7 +146,8 @@ def _check_arguments(arrays: dict[str, Any], placement: Placement, config: MoKCo
     if tokens % placement.token_shards:
         raise ValueError(
             f"moe: tokens must be divisible by the mesh axes {placement.wrapped_token_axes} of size "
-            f"{placement.token_shards}, got x {show(x)}; pad x with rows whose ids are -1, or name fewer token_axes"
+            f"{placement.token_shards}, got x {show(x)}; pad x with rows whose ids are -1 (MoKMoE: with a "
+            "token_mask), or name fewer token_axes"
         )
     if experts % placement.expert_shards:
         raise ValueError(
@@ -183,9 +184,10 @@ def _check(name: str, array, dtypes: tuple[str, ...], axes: tuple[str, ...], **s
             raise ValueError(f"{requirement}; its {axis} must be at least 1")
 
 
-def _as_array(name, value):
+def as_array(who: str, name: str, value) -> jax.Array:
+    """`value`, which must be an array of JAX's or NumPy's."""
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        raise TypeError(f"moe: {name} must be an array, got {describe(value)}")
+        raise TypeError(f"{who}: {name} must be an array, got {describe(value)}; use jnp.asarray")
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
@@ -194,7 +196,10 @@ def show(array) -> str:
 
 
 def describe(value) -> str:
-    return show(value) if hasattr(value, "shape") and hasattr(value, "dtype") else f"{type(value).__name__} {value!r}"
+    if getattr(value, "shape", ()) and hasattr(value, "dtype"):
+        return show(value)
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:80] + '...'}"
 
 
 # ---- choice ----
@@ -317,4 +322,5 @@ def _local(call: _Call, x, ids, weights, experts: Weights, shared: Weights | Non
         return moe_xla(x, ids, weights, experts, shared, call.config.swiglu_limit, expert_axis)
     if expert_axis is not None:
         experts = jax.tree.map(lambda w: lax.all_gather(w, expert_axis, tiled=True), experts)
-    return moe_reference(x, ids, weights, *experts, shared, call.config.swiglu_limit)
+    w_gate, w_up, w_down = experts
+    return moe_reference(x, ids, weights, w_gate, w_up, w_down, shared, call.config.swiglu_limit)

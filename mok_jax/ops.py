@@ -10,6 +10,7 @@ import importlib
 import math
 import os
 import re
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -34,10 +35,17 @@ def _load():
     """The module built for the highest x86-64 level this CPU has; registers its targets.
 
     Raises:
-      ImportError: jaxlib is older than the FFI headers. Registering would break the whole CPU backend.
+      ImportError: no module for this Python, or a jaxlib older than the FFI headers: registering would
+        then break the whole CPU backend.
       ValueError: MOK_CPU_LEVEL names no level, or one that this CPU lacks.
     """
-    base = importlib.import_module("mok_jax._host_v2")
+    try:
+        base = importlib.import_module("mok_jax._host_v2")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"mok_jax: the extension modules for Python {sys.version_info[0]}.{sys.version_info[1]} are not installed; "
+            "run python -m pip install . in the source tree"
+        ) from error
     built, running = base.JAXLIB_VERSION, jaxlib.__version__
     if _version(running) < _version(built):
         raise ImportError(
@@ -62,7 +70,11 @@ _host: Any = _load()
 
 def describe() -> dict[str, str]:
     """What `python -m mok_jax` says of the extension module."""
-    return {"FFI headers": f"jaxlib {_host.JAXLIB_VERSION}", "instruction set": _host.CPU_LEVEL}
+    return {
+        "extension module": _host.__file__,
+        "FFI headers": f"jaxlib {_host.JAXLIB_VERSION}",
+        "instruction set": _host.CPU_LEVEL,
+    }
 
 
 @dataclasses.dataclass(frozen=True)

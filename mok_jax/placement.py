@@ -120,6 +120,7 @@ def place(mesh: AnyMesh | None, arrays: list[Any], expert_axis: str, token_axes:
             )
         mesh = context
     names = mesh.axis_names
+    check_expert_axis("moe", expert_axis, mesh)
     if token_axes is not None:
         token_axes = (token_axes,) if isinstance(token_axes, str) else tuple(token_axes)
         unknown = [axis for axis in token_axes if axis not in names]
@@ -133,6 +134,17 @@ def place(mesh: AnyMesh | None, arrays: list[Any], expert_axis: str, token_axes:
     # In mesh order whatever the caller's: the order must not change the layout.
     token_axes = tuple(axis for axis in names if token_axes is None or axis in token_axes)
     return Placement(mesh, expert_axis if expert_axis in names else None, token_axes, mesh is context)
+
+
+DEFAULT_EXPERT_AXIS = "expert"
+
+
+def check_expert_axis(who: str, expert_axis: str, mesh: AnyMesh) -> None:
+    """A mesh may lack the default axis (then there is one rank), but not one that the caller named."""
+    if expert_axis != DEFAULT_EXPERT_AXIS and not mesh.empty and expert_axis not in mesh.axis_names:
+        raise ValueError(
+            f"{who}: expert_axis must name an axis of the mesh {tuple(mesh.axis_names)}, got {expert_axis!r}"
+        )
 
 
 def vary_alike(arrays):

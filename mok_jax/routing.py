@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -158,7 +159,7 @@ def check_scoring(who: str, scores, renormalize, scaling) -> None:
         raise ValueError(f"{who}: scores must be one of {SCORES}, got {scores!r}")
     if not isinstance(renormalize, bool):
         raise TypeError(f"{who}: renormalize must be True or False, got {describe(renormalize)}")
-    if isinstance(scaling, bool) or not isinstance(scaling, (int, float)):
+    if isinstance(scaling, bool) or not isinstance(scaling, (int, float, np.integer, np.floating)):
         raise TypeError(f"{who}: scaling must be a finite number, got {describe(scaling)}")
     if not math.isfinite(scaling):
         raise ValueError(f"{who}: scaling must be a finite number, got {scaling!r}")
@@ -172,7 +173,7 @@ def check_mask(who: str, mask: jax.Array, requirement: str, shape: tuple[int, ..
 
 
 def check_integer(who: str, name: str, value, requirement: str, low: int, high: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{who}: {name} must be {requirement}, got {describe(value)}")
     if not low <= value <= high:
         raise ValueError(f"{who}: {name} must be {requirement}, got {value}")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import call, make_case
+from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 import mok_jax
@@ -96,7 +97,7 @@ def test_dtype_of_x(dtype):
 @pytest.mark.parametrize("name", REQUIRED)
 @pytest.mark.parametrize(("value", "found"), [([1.0], "list [1.0]"), (None, "NoneType None")], ids=["list", "none"])
 def test_no_array(name, value, found):
-    refuse(TypeError, f"moe: {name} must be an array, got {found}", replaced(name, value))
+    refuse(TypeError, f"moe: {name} must be an array, got {found}; use jnp.asarray", replaced(name, value))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_options(options, error, text):
 def test_tokens_that_do_not_divide():
     text = (
         "moe: tokens must be divisible by the mesh axes ('data', 'expert') of size 4, got x float32[6, 6]; "
-        "pad x with rows whose ids are -1, or name fewer token_axes"
+        "pad x with rows whose ids are -1 (MoKMoE: with a token_mask), or name fewer token_axes"
     )
     refuse(ValueError, text, make_case("f32", **SIZES | dict(tokens=6)), mesh=mesh(2, 2))
 
@@ -295,3 +296,27 @@ def test_the_default_device_decides_without_a_mesh(monkeypatch):
     assert mok_jax.choose_implementation() == "xla"
     with jax.default_device(jax.devices("cpu")[0]):
         assert mok_jax.choose_implementation() == "host"
+
+
+def test_a_named_expert_axis_must_exist():
+    mesh = jax.make_mesh((8,), ("data",))
+    refuse(
+        ValueError,
+        "moe: expert_axis must name an axis of the mesh ('data',), got 'experts'",
+        mesh=mesh,
+        expert_axis="experts",
+    )
+
+
+def test_a_module_names_its_own_axis():
+    with pytest.raises(ValueError) as caught, jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        mok_jax.MoKMoE(8, 8, 8, 2, expert_axis="experts", rngs=nnx.Rngs(0))
+    assert str(caught.value) == "MoKMoE: expert_axis must name an axis of the mesh ('data',), got 'experts'"
+
+
+def test_a_long_value_is_cut():
+    refuse(
+        TypeError,
+        "moe: x must be an array, got list [" + "1.0, " * 15 + "1.0,...; use jnp.asarray",
+        CASE._replace(x=[1.0] * 1000),
+    )
