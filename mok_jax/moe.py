@@ -78,7 +78,7 @@ def moe(
         work is replicated. It must contain `expert_axis` where the mesh has it.
 
     Returns:
-      y, x.dtype [tokens, hidden], sharded as x is.
+      y, x.dtype [tokens, hidden]; along Explicit axes sharded as x is, along Auto axes as XLA chooses.
 
     Raises:
       TypeError: a wrong dtype.

@@ -70,7 +70,8 @@ def route(
         weight and has no gradient.
       token_mask: None, or bool [tokens]; False means no expert and no share in losses and counts.
       axis_names: inside a `shard_map`, its axes over which the tokens are split; losses and counts are
-        summed over them. On arrays of a whole mesh they are global anyway.
+        summed over them. On arrays of a whole mesh they are global anyway. With check_vma=False take
+        gradients outside that shard_map: JAX then sums a psum's cotangent over the ranks within it.
 
     Raises:
       TypeError: a wrong dtype.
