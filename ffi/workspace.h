@@ -27,6 +27,11 @@ MOK_HD inline int64_t MinibatchEstimate(int64_t units, int64_t row_tile, int64_t
 // Fills minibatch, macrobatch (0: default) and capacity of otherwise complete Dims.
 inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units) {
   dims->capacity = Capacity(dims->ranks, dims->Routes(), dims->local_experts, dims->row_tile);
+  // A given minibatch beyond all rows would only waste memory; the macrobatch stays a multiple of it.
+  if (dims->minibatch > dims->capacity) {
+    dims->minibatch = dims->capacity;
+    dims->macrobatch = dims->macrobatch == 0 ? 0 : dims->capacity;
+  }
   if (dims->minibatch == 0) {
     const int64_t estimate = MinibatchEstimate(units, dims->row_tile, tiles.columns, dims->intermediate);
     dims->minibatch = Min(RoundUp(estimate, dims->row_tile), dims->capacity);

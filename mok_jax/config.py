@@ -56,7 +56,7 @@ class MoKConfig:
         _check_number("swiglu_limit", self.swiglu_limit, "a finite number >= 0 or None", lambda v: v >= 0)
         _check_number("timeout", self.timeout, "a finite number of seconds > 0 or None", lambda v: v > 0)
         for name in ("row_tile", "minibatch", "macrobatch", "num_threads"):
-            _check_integer(name, getattr(self, name), "an integer >= 1 or None", lambda v: v >= 1)
+            _check_integer(name, getattr(self, name), "an integer in [1, 2**31) or None", lambda v: 1 <= v < 2**31)
         _check_integer("random_order", self.random_order, "an integer in [0, 2**31) or None", lambda v: 0 <= v < 2**31)
         if self.virtual_ranks is None:
             raise TypeError("MoKConfig: virtual_ranks must be an integer >= 1, got None")

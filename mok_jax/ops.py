@@ -285,24 +285,12 @@ def _no_vmap(run):
 # ---- the differentiable call ----
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """Which arguments have a gradient; travels with the residuals as structure."""
-
-    x: bool
-    router_weights: bool
-    weights: tuple[bool, ...]
-
-    @property
-    def bits(self) -> int:
-        gate, up, down, shared_gate, shared_up, shared_down = self.weights
-        return (
-            GATE_UP * (gate or up)
-            + DOWN * down
-            + SHARED_GATE_UP * (shared_gate or shared_up)
-            + SHARED_DOWN * shared_down
-        )
+def _bits(weights_wanted) -> int:
+    """Which of the pairs that backward computes together hold a wanted weight."""
+    gate, up, down, shared_gate, shared_up, shared_down = weights_wanted
+    return (
+        GATE_UP * (gate or up) + DOWN * down + SHARED_GATE_UP * (shared_gate or shared_up) + SHARED_DOWN * shared_down
+    )
 
 
 def moe_host(dims: Dims, place, x, ids, router_weights, experts, shared):
@@ -325,7 +313,7 @@ def _moe_host(dims, place, x, ids, router_weights, weights):
 
 
 def _moe_host_forward(dims, place, x, ids, router_weights, weights):
-    wanted = _Wanted(x.perturbed, router_weights.perturbed, tuple(w.perturbed for w in weights))
+    wanted = [a.perturbed for a in (x, router_weights, *weights)]
     place, x, ids, router_weights, weights = jax.tree.map(
         lambda a: a.value, (place, x, ids, router_weights, weights), is_leaf=lambda a: hasattr(a, "perturbed")
     )
@@ -334,11 +322,15 @@ def _moe_host_forward(dims, place, x, ids, router_weights, weights):
     schedule = (checkpoint_name(a, "mok_schedule") for a in residuals[:3])
     context = (checkpoint_name(a, "mok_context") for a in residuals[3:])
     residuals = Residuals(*schedule, *context)
-    return checkpoint_name(y, "mok_out"), (place, x, ids, router_weights, weights, residuals, wanted)
+    # Careful: what differs from trace to trace must be in a residual's shape, never in its tree: a cached
+    # jit keeps one tree for all traces, the last one's, and gradients that are wanted would come out zero.
+    flags = jnp.zeros_like(x, shape=(sum(want << i for i, want in enumerate(wanted)), 0))
+    return checkpoint_name(y, "mok_out"), (place, x, ids, router_weights, weights, residuals, flags)
 
 
 def _moe_host_backward(dims, saved, d_y):
-    place, x, ids, router_weights, weights, residuals, wanted = saved
+    place, x, ids, router_weights, weights, residuals, flags = saved
+    x_wanted, router_wanted, *wanted = (bool(flags.shape[0] >> i & 1) for i in range(2 + len(weights)))
     if isinstance(d_y, SymbolicZero):
         return None, None, None, None, None
     cast = [w.astype(x.dtype) for w in weights]
@@ -352,11 +344,11 @@ def _moe_host_backward(dims, saved, d_y):
         cast,
         residuals,
         context=dims.config.save_context,
-        gradients=wanted.bits,
+        gradients=_bits(wanted),
         dtypes=[w.dtype for w in weights],
     )
-    d_weights = tuple(d if want else None for d, want in zip(d_weights, wanted.weights, strict=True))
-    return None, d_x if wanted.x else None, None, d_router if wanted.router_weights else None, d_weights
+    d_weights = tuple(d if want else None for d, want in zip(d_weights, wanted, strict=True))
+    return None, d_x if x_wanted else None, None, d_router if router_wanted else None, d_weights
 
 
 _moe_host.defvjp(_moe_host_forward, _moe_host_backward, symbolic_zeros=True)

@@ -10,7 +10,7 @@ from mok_jax import MoKConfig
 
 NUMBER = "a finite number >= 0 or None"
 SECONDS = "a finite number of seconds > 0 or None"
-COUNT = "an integer >= 1 or None"
+COUNT = "an integer in [1, 2**31) or None"
 SEED = "an integer in [0, 2**31) or None"
 
 REFUSED = [

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from cases import (
     IMPLEMENTATIONS,
+    SMALL,
     TINY,
     Case,
     assert_near,
@@ -24,6 +25,8 @@ from cases import (
 )
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import mok_jax
 
 SIZES = dict(tokens=16, hidden=6, intermediate=10, shared=14, experts=8, top_k=3)
 
@@ -218,3 +221,11 @@ def test_a_rank_that_stays_away_is_named(by):
     diagnosis = r"mok_jax: the forward pass of group 1 waited 1 s for its ranks: ranks seen \[0, 1, 3\], missing \[2\]"
     assert re.search(diagnosis, child.stderr), child.stderr
     assert re.search(r"(JaxRuntimeError|XlaRuntimeError): .*" + diagnosis, child.stderr), child.stderr
+
+
+def test_a_timeout_of_centuries_is_no_timeout():
+    mesh = jax.make_mesh((8,), ("expert",))
+    case = make_case("f64", **(SMALL | dict(tokens=40, experts=8)))
+    config = mok_jax.MoKConfig(timeout=1e300)
+    run = jax.jit(lambda x: call(case._replace(x=x), "host", mesh=mesh, config=config))
+    assert_near({"y": jax.device_get(run(case.x))}, {"y": call(case, "reference")}, 1e-13)

@@ -124,6 +124,14 @@ def test_minibatch_estimate_is_the_originals():
         pytest.param(
             dict(macrobatch=1536), dict(minibatch=128, macrobatch=1536), id="a macrobatch of one and a half minibatches"
         ),
+        pytest.param(
+            dict(minibatch=2**30), dict(minibatch=8320, macrobatch=8320), id="a minibatch of more than all rows"
+        ),
+        pytest.param(
+            dict(minibatch=2**20, macrobatch=2**30),
+            dict(minibatch=8320, macrobatch=8320),
+            id="both of more than all rows",
+        ),
         pytest.param(dict(minibatch=128, macrobatch=512), dict(minibatch=128, macrobatch=512), id="both"),
         pytest.param(
             dict(minibatch=512, macrobatch=2**20), dict(minibatch=512, macrobatch=8704), id="more than all rows"

@@ -4,6 +4,7 @@
 #ifndef MOK_HOST_RENDEZVOUS_H_
 #define MOK_HOST_RENDEZVOUS_H_
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -72,6 +73,8 @@ class Rendezvous {
       call.completions.resize(ranks);
       call.phase = phase;
       call.timeout_seconds = timeout_seconds;
+      // At most some years: beyond that the nanoseconds of the clock would overflow.
+      timeout_seconds = std::min(timeout_seconds, 1e8);
       call.deadline =
           Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
       calls.push_back(std::move(call));
