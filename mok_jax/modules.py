@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mok_jax.config import MoKConfig
 from mok_jax.moe import Weights, as_array, choose_implementation, describe, moe, show
-from mok_jax.placement import check_expert_axis
+from mok_jax.placement import check_expert_axis, place
 from mok_jax.reference import HIGHEST, accumulation_dtype
 from mok_jax.routing import Routing, check_integer, check_mask, check_scoring, route
 
@@ -178,6 +178,7 @@ def apply_layer(
         selection_bias=weights.selection_bias,
         token_mask=mask,
         axis_names=_manual_token_axes(options, tokens),
+        on_each_device=functools.partial(_on_its_own_tokens, options, tokens),
     )
     y = moe(
         tokens,
@@ -194,6 +195,24 @@ def apply_layer(
     if mask is not None:
         y = jnp.where(mask[:, None], y, 0)
     return _unflatten(y, x), routing
+
+
+def _on_its_own_tokens(options: LayerOptions, tokens, function):
+    """`function` of [tokens, ...] on each device, over the axes and in the place that `moe` gives the tokens."""
+    placement = place(options.mesh, [tokens], options.expert_axis, options.token_axes)
+    if not placement.wrapped or tokens.shape[0] % placement.token_shards:  # the latter `moe` refuses
+        return function
+    spec, _ = placement.specs()
+    run = jax.shard_map(
+        function,
+        mesh=None if placement.ambient else placement.mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=set(placement.wrapped),
+        check_vma=placement.check_vma,
+    )
+    sharding = jax.typeof(tokens).sharding.spec
+    return lambda value: placement.reshard(run(placement.reshard(value, spec)), sharding)
 
 
 def _check_layer_arguments(x, token_mask, router) -> None:

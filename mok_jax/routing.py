@@ -5,6 +5,7 @@ float64), and the losses are over all tokens of the mesh.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -48,6 +49,7 @@ def route(
     selection_bias: jax.Array | None = None,
     token_mask: jax.Array | None = None,
     axis_names: str | tuple[str, ...] = (),
+    on_each_device: Callable = lambda function: function,
 ) -> Routing:
     """Chooses each token's top_k experts and weighs them by their scores.
 
@@ -72,6 +74,8 @@ def route(
       axis_names: inside a `shard_map`, its axes over which the tokens are split; losses and counts are
         summed over them. On arrays of a whole mesh they are global anyway. With check_vma=False take
         gradients outside that shard_map: JAX then sums a psum's cotangent over the ranks within it.
+      on_each_device: makes a function of [tokens, ...] one that each device runs on its own tokens. XLA
+        cannot split a top-k: without it, a mesh gathers the scores of all tokens on every device.
 
     Raises:
       TypeError: a wrong dtype.
@@ -96,7 +100,8 @@ def route(
     selection = logits
     if selection_bias is not None:
         selection = jnp.where(jnp.isneginf(logits), -jnp.inf, jnp.exp(log_scores) + selection_bias)
-    ids = lax.top_k(lax.stop_gradient(jnp.where(finite, selection, 0)), top_k)[1].astype(jnp.int32)
+    choose = on_each_device(lambda selection: lax.top_k(selection, top_k)[1].astype(jnp.int32))
+    ids = choose(lax.stop_gradient(jnp.where(finite, selection, 0)))
     if unmasked is not None:
         ids = jnp.where(unmasked, ids, -1)
     ids = checkpoint_name(ids, "mok_ids")

@@ -585,6 +585,18 @@ def test_inside_a_shard_map(framework, manual, check_vma):
     assert_near(results, expected_on_a_mesh(), 1e-12)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_device_reads_the_scores_of_others(kind):
+    # XLA cannot split a top-k: by itself it gathers all scores on every device.
+    mesh = mesh_of("d2_e4", kind)
+    layer = layer_of("nnx", implementation="xla", num_experts=8)
+    x = jax.device_put(x_of(8, 16, dtype=jnp.float32), NamedSharding(mesh, P(EVERY)))
+    parameters = {name: value.astype(jnp.float32) for name, value in parameters_of(experts=8).items()}
+    with jax.set_mesh(mesh):
+        text = jax.jit(lambda x: layer(parameters, x)[0]).lower(x).compile().as_text()
+    assert "all-to-all" in text and "all-gather" not in text
+
+
 # ---- construction ----
 
 
