@@ -252,7 +252,8 @@ def _platform(mesh) -> tuple[str, int]:
         return devices[0].platform, len({device.process_index for device in devices})
     if mesh is not None and not mesh.empty:
         return mesh.abstract_device.platform, jax.process_count()
-    default = jax.config.jax_default_device
+    config: Any = jax.config  # jax 0.10 declares its flags at run time only
+    default = config.jax_default_device
     if default is None:
         return jax.default_backend(), 1
     return getattr(default, "platform", default), 1
