@@ -96,6 +96,8 @@ struct Context {
   void* shared_up;    // S [T, I_s]
 };
 
+inline constexpr int64_t kControlWords = 16;
+
 // Scratch, at offsets of workspace.h. A row r of macrobatch m lies at ring row r - m * macrobatch.
 struct Ring {
   void* x;                   // S [macrobatch, H]  pulled; read by gate-up and its weight gradient
@@ -117,6 +119,7 @@ struct Ring {
   void* returned;            // S [T*K, H]         the return window, written by peers
   void* returned_d_weights;  // W [T*K]
   int32_t* counters;         // see tasks.h
+  int32_t* control;          // [kControlWords] of the target, zeroed with the counters that it follows
 };
 
 // One rank's call. S is the storage dtype (`type`), W its accumulation dtype.
