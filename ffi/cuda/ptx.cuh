@@ -93,17 +93,6 @@ __device__ __forceinline__ void BarrierInitFence() {
 __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives at the same barrier of CTA `cta` of the cluster.
-__device__ __forceinline__ void BarrierArriveCluster(uint32_t barrier, uint32_t cta) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
-      "}\n" ::"r"(barrier),
-      "r"(cta)
-      : "memory");
-}
 __device__ __forceinline__ void BarrierArriveExpect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -142,16 +131,12 @@ __device__ __forceinline__ void CopyTensor(uint32_t to, const CUtensorMap* map, 
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
-// The same to the CTAs of the cluster in `mask`, at the same shared address and barrier in each.
-__device__ __forceinline__ void CopyTensorMulticast(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y,
-                                                    int z, uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
-      "%4, %5}], [%2], %6;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(mask)
-      : "memory");
+// `bytes` (a multiple of 16) from global to shared memory; arrives with them at `barrier`.
+__device__ __forceinline__ void LoadBulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
 }
-
 // `bytes` (a multiple of 16) from shared to global memory, in the caller's current bulk group.
 __device__ __forceinline__ void StoreBulk(void* to, uint32_t from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
@@ -167,15 +152,6 @@ __device__ __forceinline__ void StoreBulkWaitRead() {
 template <int pending>
 __device__ __forceinline__ void StoreBulkWait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
-}
-
-__device__ __forceinline__ uint32_t ClusterCta() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void ClusterSync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // ---- sm_90a: register budget, tensor cores of a warpgroup ----
@@ -200,6 +176,12 @@ __device__ __forceinline__ uint64_t Descriptor(uint32_t address, int box_bytes) 
   return kSwizzle128 | kEightRows | (static_cast<uint64_t>(box_bytes >> 4) << 16) | ((address & 0x3ffff) >> 4);
 }
 
+// Keeps the compiler from moving what defines or reads sums past this place, into a product.
+template <int n>
+__device__ __forceinline__ void Hold(float (&sums)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
 __device__ __forceinline__ void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void WgmmaCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int pending>
