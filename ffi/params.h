@@ -100,26 +100,27 @@ inline constexpr int64_t kControlWords = 16;
 
 // Scratch, at offsets of workspace.h. A row r of macrobatch m lies at ring row r - m * macrobatch.
 struct Ring {
-  void* x;                   // S [macrobatch, H]  pulled; read by gate-up and its weight gradient
-  void* h;                   // S [macrobatch, I]  forward: h; backward: w * h
-  void* out;                 // S [macrobatch, H]  forward: o; backward: dx; pushed from here
-  void* gate;                // S [macrobatch, I]  backward, recomputed
-  void* up;                  // S [macrobatch, I]
-  void* d_y;                 // S [macrobatch, H]  backward, pulled
-  void* d_gate;              // S [macrobatch, I]  backward
-  void* d_up;                // S [macrobatch, I]
-  void* weights;             // W [macrobatch]     backward, pulled router weights
-  void* d_weights;           // W [macrobatch, column tiles of I] backward, partial sums of <dh', h>
-  void* shared_h;            // S [T, I_s]         forward: h; backward: h
-  void* shared_gate;         // S [T, I_s]         backward, recomputed
-  void* shared_up;           // S [T, I_s]
-  void* shared_d_gate;       // S [T, I_s]         backward
-  void* shared_d_up;         // S [T, I_s]
-  void* carry;               // W [3, H*I]         weight gradient of the expert that straddles two macrobatches
-  void* returned;            // S [T*K, H]         the return window, written by peers
-  void* returned_d_weights;  // W [T*K]
-  int32_t* counters;         // see tasks.h
-  int32_t* control;          // [kControlWords] of the target, zeroed with the counters that it follows
+  void* x;                    // S [macrobatch, H]  pulled; read by gate-up and its weight gradient
+  void* h;                    // S [macrobatch, I]  forward: h; backward: w * h
+  void* out;                  // S [macrobatch, H]  forward: o; backward: dx; pushed from here
+  void* gate;                 // S [macrobatch, I]  backward, recomputed
+  void* up;                   // S [macrobatch, I]
+  void* d_y;                  // S [macrobatch, H]  backward, pulled
+  void* d_gate;               // S [macrobatch, I]  backward
+  void* d_up;                 // S [macrobatch, I]
+  void* weights;              // W [macrobatch]     backward, pulled router weights
+  void* d_weights;            // W [macrobatch, column tiles of I] backward, partial sums of <dh', h>
+  void* shared_h;             // S [T, I_s]         forward: h; backward: h
+  void* shared_gate;          // S [T, I_s]         backward, recomputed
+  void* shared_up;            // S [T, I_s]
+  void* shared_d_gate;        // S [T, I_s]         backward
+  void* shared_d_up;          // S [T, I_s]
+  void* carry;                // W [3, H*I]         weight gradient of the expert that straddles two macrobatches
+  void* returned;             // S [T*K, H]         the return window, written by peers
+  void* returned_d_weights;   // W [T*K]
+  int32_t* counters;          // see tasks.h
+  int32_t* control;           // CUDA, [kControlWords], zeroed with the counters; see cuda/megakernel.h
+  int32_t* schedule_scratch;  // CUDA, forward; see cuda/schedule.cu
 };
 
 // One rank's call. S is the storage dtype (`type`), W its accumulation dtype.

@@ -48,6 +48,14 @@ inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units) {
   dims->macrobatch = Min(dims->macrobatch, all);
 }
 
+// Routes whose experts one thread block of cuda/schedule.cu counts, and what it needs to remember: a
+// ticket, then for each expert and rank a count and, for each chunk, the routes before it.
+inline constexpr int64_t kRoutesPerChunk = 2048;
+MOK_HD inline int64_t ScheduleChunks(const Dims& d) { return Max(1, CeilDiv(d.Routes(), kRoutesPerChunk)); }
+MOK_HD inline int64_t ScheduleScratch(const Dims& d) {
+  return 16 + d.local_experts * d.ranks * (1 + ScheduleChunks(d));
+}
+
 // Lays the ring out from `base` (null: only measures). Returns the bytes of one rank, a multiple of 64.
 inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, int64_t storage_bytes,
                           int64_t wide_bytes, char* base, Ring* ring) {
@@ -86,6 +94,7 @@ inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, i
   ring->returned_d_weights = take(backward, d.Routes(), w);
   ring->counters = static_cast<int32_t*>(take(true, CounterLayout(d).total, sizeof(int32_t)));
   ring->control = static_cast<int32_t*>(take(true, kControlWords, sizeof(int32_t)));
+  ring->schedule_scratch = static_cast<int32_t*>(take(!backward, ScheduleScratch(d), sizeof(int32_t)));
   return used;
 }
 

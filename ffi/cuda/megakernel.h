@@ -14,16 +14,14 @@
 namespace mok::cuda {
 
 inline constexpr int64_t kRowTile = 128;
-inline constexpr int64_t kComputeUnits = 132;  // for the default minibatch; a constant, so that shapes do not
-                                               // depend on the machine
-inline constexpr int kMaxRanks = 72;           // of one NVLink domain
+inline constexpr int kMaxRanks = 72;  // of one NVLink domain
 
 // kPortable: compute capability 8.0 and later, mma.sync or plain FMA. kHopper: 9.0, wgmma and the copy engine.
 enum class Path : int32_t { kPortable, kHopper };
 
 // Both paths multiply tiles of 128 x 256. Hopper's copy engine reads 64 gathered rows in 64 requests and is
 // too slow for it (450 TFLOP/s against 655; H200, 131072x4096x4096, 2026-11-29), so x and dy go by the ring.
-MOK_HD constexpr Tiles TilesOf(Path path) {
+MOK_HD constexpr Tiles TilesOf(Path path, ScalarType = ScalarType::kBFloat16) {
   return {128, 256, 256, {128, 128}, {128, 256}, 16, path == Path::kHopper ? 8 : 0, path == Path::kPortable};
 }
 
@@ -35,8 +33,7 @@ struct Launch {
   int sms;
   Status* status;  // pinned host memory
   uint64_t timeout_ns;
-  int num_comm_sms;       // portable kernels with ranks > 1: CTAs that communicate; 0: an eighth
-  int64_t stuck_counter;  // tests only: a counter that never fills; -1: none
+  int num_comm_sms;  // portable kernels with ranks > 1: CTAs that communicate; 0: an eighth
 };
 
 // What words of Ring::control mean; all zero at the start.

@@ -39,8 +39,7 @@ __device__ inline bool WaitForCounters(const Params& p, const Launch& launch, co
     const Wait& wait = task.waits[w];
     for (int64_t i = wait.counter + lane; i < wait.counter + wait.count && fine; i += 32) {
       int32_t found;
-      for (uint32_t polls = 1;
-           (found = ptx::LoadAcquire(p.ring.counters + i)) != wait.target || i == launch.stuck_counter; ++polls) {
+      for (uint32_t polls = 1; (found = ptx::LoadAcquire(p.ring.counters + i)) != wait.target; ++polls) {
         if (polls % 256 != 0) continue;
         if (ptx::LoadRelaxed(p.ring.control + kAbortFlag) != 0) {
           fine = false;

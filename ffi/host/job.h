@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "../op_names.h"
 #include "../params.h"
 #include "../tasks.h"
 #include "../workspace.h"
@@ -37,27 +38,6 @@ class KeepDenormals {
   unsigned saved_;
 #endif
 };
-
-inline const char* Name(Op op) {
-  static constexpr const char* kNames[] = {"none",
-                                           "dispatch",
-                                           "combine",
-                                           "reverse-combine",
-                                           "reverse-dispatch",
-                                           "gate-up",
-                                           "down",
-                                           "dgrad-down",
-                                           "dgrad-gate-up",
-                                           "weight-gradient-gate-up",
-                                           "weight-gradient-down",
-                                           "shared gate-up",
-                                           "shared down",
-                                           "shared dgrad-down",
-                                           "shared dgrad-gate-up",
-                                           "shared weight-gradient-gate-up",
-                                           "shared weight-gradient-down"};
-  return kNames[static_cast<int>(op)];
-}
 
 // Hands a rank's tasks out. Not thread-safe: Job locks.
 class TaskQueue {

@@ -1,0 +1,82 @@
+#include "driver.h"
+
+#include "../decode.h"
+#include "../tasks.h"
+#include "kernels.h"
+
+namespace mok::cuda {
+namespace {
+
+const char* Fill(void* buffer, int value, int64_t bytes, cudaStream_t stream) {
+  if (buffer == nullptr || bytes == 0) return nullptr;
+  const cudaError_t error = cudaMemsetAsync(buffer, value, static_cast<size_t>(bytes), stream);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// The counters and the control words behind them.
+const char* Zero(const Params& p, const Options& options, cudaStream_t stream) {
+  const char* begin = reinterpret_cast<const char*>(p.ring.counters);
+  const char* end = reinterpret_cast<const char*>(p.ring.control + kControlWords);
+  if (const char* error = Fill(p.ring.counters, 0, end - begin, stream)) return error;
+  if (options.stuck_counter < 0 || options.stuck_counter >= CounterLayout(p.dims).total) return nullptr;
+  // Far below zero: no number of arrivals makes it the target.
+  return Fill(p.ring.counters + options.stuck_counter, 0x80, sizeof(int32_t), stream);
+}
+
+const char* FillContextWithNaN(const Params& p, cudaStream_t stream) {
+  const int64_t bytes = p.dims.macrobatch * Bytes(p.type);
+  if (const char* error = Fill(p.context.x, 0xff, p.dims.hidden * bytes, stream)) return error;
+  if (const char* error = Fill(p.context.gate, 0xff, p.dims.intermediate * bytes, stream)) return error;
+  return Fill(p.context.up, 0xff, p.dims.intermediate * bytes, stream);
+}
+
+}  // namespace
+
+std::string LoadKernels(int capability) {
+  for (const char* error : {LoadSchedule(), LoadEpilogue(), LoadMegakernels(capability)}) {
+    if (error != nullptr) return error;
+  }
+  return "";
+}
+
+std::string Enqueue(const std::vector<Params>& ranks, void* workspace, int64_t workspace_bytes, const Options& options,
+                    cudaStream_t stream) {
+  const bool forward = ranks[0].pass.direction == Direction::kForward;
+  PeerTable peers{};
+  IdTable ids{};
+  AbortTable aborts{};
+  for (const Params& p : ranks) {
+    peers.at[p.rank] = {p.x, p.d_y, p.router_weights, p.ring.returned, p.ring.returned_d_weights};
+    ids.at[p.rank] = p.ids;
+    aborts.at[aborts.count++] = p.ring.control + kAbortFlag;
+  }
+  const char* error = nullptr;
+  const char* doing = "";
+  // One phase of all ranks before the next: a rank reads what its peers wrote in the phase before.
+  const auto phase = [&](const char* name, auto step) {
+    for (const Params& p : ranks) {
+      if (error != nullptr) return;
+      doing = name;
+      error = step(p);
+    }
+  };
+  if (options.fill_with_nan) {
+    phase("filling memory with NaN", [&](const Params& p) {
+      if (p.rank == 0) error = Fill(workspace, 0xff, workspace_bytes, stream);
+      return error != nullptr || !forward ? error : FillContextWithNaN(p, stream);
+    });
+  }
+  phase("zeroing the counters", [&](const Params& p) { return Zero(p, options, stream); });
+  if (forward) {
+    phase("the schedule", [&](const Params& p) {
+      return LaunchSchedule(p.dims, p.rank, ids, p.schedule, p.ring.schedule_scratch, stream);
+    });
+    phase("clearing the context", [&](const Params& p) { return LaunchClearContext(p, stream); });
+  }
+  phase("the megakernel",
+        [&](const Params& p) { return LaunchMegakernel(options.path, p, peers, options.launch, stream); });
+  phase("the epilogue", [&](const Params& p) { return LaunchEpilogue(p, aborts, stream); });
+  return error == nullptr ? "" : std::string("mok_jax cuda: ") + doing + ": " + error;
+}
+
+}  // namespace mok::cuda

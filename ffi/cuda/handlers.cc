@@ -1,0 +1,236 @@
+// The XLA FFI targets of the CUDA implementation and its module's Python face. Execute decodes its buffers
+// (decode.h), which it does not read, and puts kernels on XLA's stream (driver.h); what must be allocated or
+// loaded is there since Initialize.
+#include <cuda_runtime_api.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "../decode.h"
+#include "../op_names.h"
+#include "../planning.h"
+#include "driver.h"
+#include "kernels.h"
+#include "megakernel.h"
+#include "status.h"
+
+namespace mok::cuda {
+namespace {
+
+// Streaming multiprocessors of an H200: what the default minibatch is planned for on every device, so that
+// shapes do not depend on the machine.
+constexpr int64_t kComputeUnits = 132;
+
+// What a device needs before its first launch; kept for the process's life.
+struct Device {
+  Status* status = nullptr;
+  int sms = 0;
+  int capability = 0;  // 90 for 9.0
+  std::string error;   // why it cannot be used
+};
+
+std::string Text(const char* doing, cudaError_t error) {
+  return error == cudaSuccess ? "" : std::string("mok_jax cuda: ") + doing + ": " + cudaGetErrorString(error);
+}
+
+Device Open(int ordinal) {
+  Device device;
+  int major = 0, minor = 0;
+  void* memory = nullptr;
+  for (const cudaError_t error :
+       {cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, ordinal),
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal),
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal),
+        cudaHostAlloc(&memory, sizeof(Status), cudaHostAllocMapped | cudaHostAllocPortable)}) {
+    if (device.error.empty()) device.error = Text("opening the device", error);
+  }
+  if (!device.error.empty()) return device;
+  // One address space: the device sees the same pointer.
+  device.status = new (memory) Status{};
+  device.capability = 10 * major + minor;
+  device.error = LoadKernels(device.capability);
+  return device;
+}
+
+// The device of this ordinal, opened by the first call, which is Initialize's.
+Device& DeviceAt(int ordinal) {
+  static std::mutex mutex;
+  static auto* devices = new std::unordered_map<int, Device>;  // never destroyed: kernels may outlive `main`
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = devices->find(ordinal);
+  return found != devices->end() ? found->second : devices->emplace(ordinal, Open(ordinal)).first->second;
+}
+
+// Makes a device current on this thread for a while.
+class Current {
+ public:
+  explicit Current(int ordinal) : error_(cudaGetDevice(&before_)) {
+    if (error_ == cudaSuccess && before_ != ordinal) error_ = cudaSetDevice(ordinal);
+  }
+  ~Current() {
+    if (error_ == cudaSuccess) cudaSetDevice(before_);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+  std::string error() const { return Text("choosing the device", error_); }
+
+ private:
+  int before_ = 0;
+  cudaError_t error_;
+};
+
+// What an earlier call on this device left behind, once. Waits for nothing: a call that is still running has
+// its turn later.
+std::string TakeReport(Device& device) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (__atomic_load_n(&device.status->code, __ATOMIC_ACQUIRE) == 0) return "";
+  const Status s = *device.status;
+  device.status->code = 0;
+  __atomic_store_n(&device.status->claim, 0u, __ATOMIC_RELEASE);  // last: the device may report again
+  const bool known = s.op >= 0 && s.op <= static_cast<int32_t>(Op::kSharedGradDown);
+  return "mok_jax cuda: in an earlier call on this device " +
+         std::string(known ? Name(static_cast<Op>(s.op)) : "a task") + " of block " + std::to_string(s.block) +
+         " tile " + std::to_string(s.tile) + " on rank " + std::to_string(s.rank) + " waited in vain for counter " +
+         std::to_string(s.counter) + ": found " + std::to_string(s.found) + ", expected " + std::to_string(s.expected) +
+         "; that call's results are NaN. This is a fault of mok_jax or of the GPU, or the time limit "
+         "(MoKConfig.timeout, MOK_TIMEOUT) is too short for a GPU that is shared";
+}
+
+ffi::Error Internal(const std::string& message) { return ffi::Error(ffi::ErrorCode::kInternal, message); }
+
+// Runs before every execution, of a command buffer too, which does not come to Execute again.
+ffi::Error Initialize(int32_t ordinal) {
+  const Current current(ordinal);
+  if (!current.error().empty()) return Internal(current.error());
+  Device& device = DeviceAt(ordinal);
+  if (!device.error.empty()) return Internal(device.error);
+  const std::string report = TakeReport(device);
+  return report.empty() ? ffi::Error::Success() : Internal(report);
+}
+
+template <Direction direction>
+ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ffi::RemainingArgs arguments,
+                   ffi::RemainingRets results) {
+  const Path path = call.portable != 0 ? Path::kPortable : Path::kHopper;
+  Decoded decoded =
+      Decode(direction, call, arguments, results, [path](ScalarType type) { return TilesOf(path, type); });
+  if (!decoded.complaint.empty()) return ffi::Error::InvalidArgument(decoded.complaint);
+  const Params& first = decoded.ranks[0];
+  if (call.ranks != 1 || call.virtual_ranks > kMaxRanks || call.row_tile != kRowTile ||
+      first.type == ScalarType::kFloat64 || (path == Path::kHopper && first.type != ScalarType::kBFloat16)) {
+    return ffi::Error::InvalidArgument("mok_jax cuda: sizes that mok_jax/ops.py refuses; reinstall mok_jax");
+  }
+  const Current current(ordinal);
+  if (!current.error().empty()) return Internal(current.error());
+  Device& device = DeviceAt(ordinal);
+  if (!device.error.empty()) return Internal(device.error);
+  if (path == Path::kHopper && device.capability != 90) {
+    return Internal("mok_jax cuda: this call was traced for compute capability 9.0, the device has " +
+                    std::to_string(device.capability / 10) + "." + std::to_string(device.capability % 10) +
+                    "; use MoKConfig(portable=True)");
+  }
+  const std::string report = TakeReport(device);
+  if (!report.empty()) return Internal(report);
+  Options options{};
+  options.path = path;
+  options.launch.sms = device.sms;
+  options.launch.status = device.status;
+  options.launch.timeout_ns = static_cast<uint64_t>(std::min(call.timeout * 1e9, 9e18));
+  options.launch.num_comm_sms = static_cast<int>(call.num_comm_sms);
+  options.fill_with_nan = call.random_order >= 0;
+  options.stuck_counter = call.stuck_counter;
+  const std::string error = Enqueue(decoded.ranks, decoded.workspace, decoded.workspace_bytes, options, stream);
+  return error.empty() ? ffi::Error::Success() : Internal(error);
+}
+
+// The schedule alone, for tests and measurements: ids of all ranks -> row_source, row_offset, row_count, scratch.
+ffi::Error ExecuteSchedule(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer ids, ffi::Result<ffi::AnyBuffer> source,
+                           ffi::Result<ffi::AnyBuffer> offset, ffi::Result<ffi::AnyBuffer> count,
+                           ffi::Result<ffi::AnyBuffer> scratch, int64_t rank) {
+  Dims d{};
+  d.ranks = ids.dimensions()[0];
+  d.tokens = ids.dimensions()[1];
+  d.top_k = ids.dimensions()[2];
+  d.local_experts = count->dimensions()[0];
+  d.row_tile = kRowTile;
+  d.capacity = Capacity(d.ranks, d.Routes(), d.local_experts, d.row_tile);
+  const auto has = [](const ffi::AnyBuffer& buffer, int64_t elements) {
+    return static_cast<int64_t>(buffer.element_count()) == elements;
+  };
+  if (d.ranks < 1 || d.ranks > kMaxRanks || rank < 0 || rank >= d.ranks || !has(*source, d.capacity) ||
+      !has(*offset, d.local_experts + 1) || !has(*scratch, ScheduleScratch(d))) {
+    return ffi::Error::InvalidArgument("mok_schedule: sizes that do not fit each other");
+  }
+  const Current current(ordinal);
+  if (!current.error().empty()) return Internal(current.error());
+  const auto data = [](const ffi::AnyBuffer& buffer) { return static_cast<int32_t*>(buffer.untyped_data()); };
+  IdTable table{};
+  for (int64_t r = 0; r < d.ranks; ++r) table.at[r] = data(ids) + r * d.Routes();
+  const char* error =
+      LaunchSchedule(d, rank, table, {data(*source), data(*offset), data(*count)}, data(*scratch), stream);
+  return error == nullptr ? ffi::Error::Success() : Internal(std::string("mok_schedule: ") + error);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokInitialize, Initialize,
+                              ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>());
+
+// Command buffers may hold these: Execute only launches kernels and fills memory, on one stream; all that
+// changes from call to call is in device memory, and the pinned Status stays where it is. Real ranks, when
+// they come, need targets without the trait: a captured call must not wait for a peer.
+#define MOK_BIND                                \
+  ffi::Ffi::Bind()                              \
+      .Ctx<ffi::DeviceOrdinal>()                \
+      .Ctx<ffi::PlatformStream<cudaStream_t>>() \
+      .Attrs<CallAttributes>()                  \
+      .RemainingArgs()                          \
+      .RemainingRets()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokForward, Execute<Direction::kForward>, MOK_BIND, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokBackward, Execute<Direction::kBackward>, MOK_BIND,
+                              {ffi::Traits::kCmdBufferCompatible});
+#undef MOK_BIND
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokSchedule, ExecuteSchedule,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("rank"));
+
+py::dict Stages(void* execute) {
+  py::dict stages;
+  stages["initialize"] = Capsule(reinterpret_cast<void*>(MokInitialize));
+  stages["execute"] = Capsule(execute);
+  return stages;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, module) {
+  module.doc() = "The CUDA implementation of mok_jax; see mok_jax/ops.py. Importing it needs no GPU.";
+  module.attr("JAXLIB_VERSION") = MOK_JAXLIB_VERSION;  // whose headers this was built with
+  module.attr("CUDA_VERSION") = MOK_CUDA_VERSION;      // of the compiler
+  module.attr("MAX_RANKS") = kMaxRanks;
+  module.def("targets", [] {
+    py::dict targets;
+    targets["mok_forward"] = Stages(reinterpret_cast<void*>(MokForward));
+    targets["mok_backward"] = Stages(reinterpret_cast<void*>(MokBackward));
+    targets["mok_schedule"] = Stages(reinterpret_cast<void*>(MokSchedule));
+    return targets;
+  });
+  const auto tiles = [](bool portable, ScalarType type) {
+    return TilesOf(portable ? Path::kPortable : Path::kHopper, type);
+  };
+  DefinePlanning(module, {tiles, kRowTile, kComputeUnits});
+  module.def("schedule_scratch", [](const Plan& plan) { return ScheduleScratch(plan); }, py::arg("dims"));
+}
+
+}  // namespace mok::cuda
