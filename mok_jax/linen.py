@@ -1,5 +1,6 @@
 """The layer as a flax.linen module: it owns the parameters, routes, and calls moe()."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -87,24 +88,7 @@ class MoKMoE(nn.Module, kw_only=True):
         return y
 
     def _options(self) -> LayerOptions:
-        return LayerOptions(
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            shared_intermediate=self.shared_intermediate,
-            scores=self.scores,
-            renormalize=self.renormalize,
-            scaling=self.scaling,
-            use_selection_bias=self.use_selection_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            config=self.config,
-            implementation=self.implementation,
-            mesh=self.mesh,
-            expert_axis=self.expert_axis,
-            token_axes=self.token_axes,
-        )
+        return LayerOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerOptions)})
 
     def _parameter(self, options: LayerOptions, name: str, parameter: Parameter) -> jax.Array:
         def initial(key):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mok_jax.config import MoKConfig
 from mok_jax.moe import Weights, as_array, choose_implementation, describe, moe, show
-from mok_jax.placement import check_expert_axis, place
+from mok_jax.placement import Placement, check_expert_axis, place
 from mok_jax.reference import HIGHEST, accumulation_dtype
 from mok_jax.routing import Routing, check_integer, check_mask, check_scoring, route
 
@@ -167,6 +167,8 @@ def apply_layer(
     mask = None if token_mask is None else _flatten(token_mask[..., None], x)[:, 0]
     if mask is not None:
         tokens = jnp.where(mask[:, None], tokens, 0)
+    placement = place(options.mesh, [tokens], options.expert_axis, options.token_axes)
+    placement.check_tokens("MoKMoE", tokens.shape[0], x, "pad x and set token_mask to False there")
 
     precise = jnp.promote_types(wide, weights.router.dtype)
     router = _reshard_like(weights.router.astype(precise), P(), tokens)
@@ -179,7 +181,7 @@ def apply_layer(
         selection_bias=weights.selection_bias,
         token_mask=mask,
         axis_names=_manual_token_axes(options, tokens),
-        on_each_device=functools.partial(_on_its_own_tokens, options, tokens),
+        on_each_device=functools.partial(_on_its_own_tokens, placement, tokens),
     )
     y = moe(
         tokens,
@@ -198,22 +200,13 @@ def apply_layer(
     return _unflatten(y, x), routing
 
 
-def _on_its_own_tokens(options: LayerOptions, tokens, function):
+def _on_its_own_tokens(placement: Placement, tokens, function):
     """`function` of [tokens, ...] on each device, over the axes and in the place that `moe` gives the tokens."""
-    placement = place(options.mesh, [tokens], options.expert_axis, options.token_axes)
-    if not placement.wrapped or tokens.shape[0] % placement.token_shards:  # the latter `moe` refuses
+    if not placement.wrapped:
         return function
     spec, _ = placement.specs()
-    run = jax.shard_map(
-        function,
-        mesh=None if placement.ambient else placement.mesh,
-        in_specs=spec,
-        out_specs=spec,
-        axis_names=set(placement.wrapped),
-        check_vma=placement.check_vma,
-    )
-    sharding = jax.typeof(tokens).sharding.spec
-    return lambda value: placement.reshard(run(placement.reshard(value, spec)), sharding)
+    run = placement.shard_map(function, (spec,), spec)
+    return lambda value: placement.reshard(run(value), jax.typeof(tokens).sharding.spec)
 
 
 def _check_layer_arguments(x, token_mask, router) -> None:

@@ -5,6 +5,7 @@ Called by moe.py. Everything that only a mesh with more than one device needs is
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,6 +79,18 @@ class Placement:
         kept = [tuple(axis for axis in part if axis in explicit) or None for part in parts]
         return jax.sharding.reshard(value, NamedSharding(self.mesh, P(*kept)))
 
+    def shard_map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`function` on each device, over the axes that are not manual yet; its arguments resharded to their specs."""
+        run = jax.shard_map(
+            function,
+            mesh=None if self.ambient else self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.wrapped),
+            check_vma=self.check_vma,
+        )
+        return lambda *arguments: run(*jax.tree.map(self.reshard, arguments, in_specs))
+
     def index(self) -> jax.Array:
         """int32 [2]: this device's rank on the expert axis, and its group's number over all other axes.
 
@@ -90,6 +103,15 @@ class Placement:
             else:
                 group = group * self.mesh.shape[axis] + lax.axis_index(axis)
         return jnp.stack([rank, group]).astype(jnp.int32)
+
+    def check_tokens(self, who: str, tokens: int, x: jax.Array, remedy: str) -> None:
+        """Raises ValueError where the axes do not divide the tokens; `remedy` is how to pad them."""
+        if tokens % self.token_shards:
+            raise ValueError(
+                f"{who}: tokens must be divisible by the mesh axes {self.wrapped_token_axes} of size "
+                f"{self.token_shards}, got {tokens} in x {x.dtype.name}{list(x.shape)}; {remedy}, "
+                "or name fewer token_axes"
+            )
 
     def _axes(self, holds) -> tuple[str, ...]:
         kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)

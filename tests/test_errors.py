@@ -40,37 +40,40 @@ REQUIRED = {
     "shared w_down": "shared w_down must be float32[intermediate=14, hidden=6]",
 }
 
+SWAP = ", so swap its last two axes: .swapaxes(-1, -2)"
+
 # (argument, dtype and shape given, error, remedy)
 WRONG = [
-    ("x", "float32", (2, 4, 6), ValueError, "it has 3 axes, not 2"),
+    ("x", "float32", (2, 4, 6), ValueError, "reshape it to 2 axes"),
     ("x", "float32", (8, 0), ValueError, "its hidden must be at least 1"),
     ("expert_ids", "int64", (8, 2), TypeError, "cast it to int32"),
     ("expert_ids", "float32", (8, 2), TypeError, "cast it to int32"),
-    ("expert_ids", "int32", (8,), ValueError, "it has 1 axes, not 2"),
-    ("expert_ids", "int32", (7, 2), ValueError, "its tokens differs"),
+    ("expert_ids", "int32", (8,), ValueError, "reshape it to 2 axes"),
+    ("expert_ids", "int32", (7, 2), ValueError, "its tokens must be 8 as in x"),
     ("expert_ids", "int32", (8, 0), ValueError, "its top_k must be at least 1"),
     ("router_weights", "bfloat16", (8, 2), TypeError, "cast it to float32"),
     ("router_weights", "float64", (8, 2), TypeError, "cast it to float32"),
-    ("router_weights", "float32", (8, 2, 1), ValueError, "it has 3 axes, not 2"),
-    ("router_weights", "float32", (9, 2), ValueError, "its tokens differs"),
-    ("router_weights", "float32", (8, 3), ValueError, "its top_k differs"),
+    ("router_weights", "float32", (8, 2, 1), ValueError, "reshape it to 2 axes"),
+    ("router_weights", "float32", (9, 2), ValueError, "its tokens must be 8 as in x"),
+    ("router_weights", "float32", (8, 3), ValueError, "its top_k must be 2 as in expert_ids"),
     ("w_gate", "bfloat16", (4, 6, 10), TypeError, "cast it to float32"),
-    ("w_gate", "float32", (6, 10), ValueError, "it has 2 axes, not 3"),
-    ("w_gate", "float32", (4, 5, 10), ValueError, "its hidden differs"),
+    ("w_gate", "float32", (6, 10), ValueError, "reshape it to 3 axes"),
+    ("w_gate", "float32", (4, 5, 10), ValueError, "its hidden must be 6 as in x"),
+    ("w_gate", "float32", (4, 10, 6), ValueError, "its hidden must be 6 as in x" + SWAP),
     ("w_gate", "float32", (0, 6, 10), ValueError, "its experts must be at least 1"),
     ("w_gate", "float32", (4, 6, 0), ValueError, "its intermediate must be at least 1"),
     ("w_up", "float64", (4, 6, 10), TypeError, "cast it to float32"),
-    ("w_up", "float32", (3, 6, 10), ValueError, "its experts differs"),
-    ("w_up", "float32", (4, 6, 9), ValueError, "its intermediate differs"),
+    ("w_up", "float32", (3, 6, 10), ValueError, "its experts must be 4 as in w_gate"),
+    ("w_up", "float32", (4, 6, 9), ValueError, "its intermediate must be 10 as in w_gate"),
     ("w_down", "int32", (4, 10, 6), TypeError, "cast it to float32"),
-    ("w_down", "float32", (4, 6, 10), ValueError, "its intermediate differs"),
-    ("w_down", "float32", (4, 10, 7), ValueError, "its hidden differs"),
+    ("w_down", "float32", (4, 6, 10), ValueError, "its intermediate must be 10 as in w_gate" + SWAP),
+    ("w_down", "float32", (4, 10, 7), ValueError, "its hidden must be 6 as in x"),
     ("shared w_gate", "int32", (6, 14), TypeError, "cast it to float32"),
-    ("shared w_gate", "float32", (1, 6, 14), ValueError, "it has 3 axes, not 2"),
-    ("shared w_gate", "float32", (7, 14), ValueError, "its hidden differs"),
-    ("shared w_up", "float32", (6, 10), ValueError, "its intermediate differs"),
+    ("shared w_gate", "float32", (1, 6, 14), ValueError, "reshape it to 2 axes"),
+    ("shared w_gate", "float32", (7, 14), ValueError, "its hidden must be 6 as in x"),
+    ("shared w_up", "float32", (6, 10), ValueError, "its intermediate must be 14 as in shared w_gate"),
     ("shared w_down", "bfloat16", (14, 6), TypeError, "cast it to float32"),
-    ("shared w_down", "float32", (6, 14), ValueError, "its intermediate differs"),
+    ("shared w_down", "float32", (6, 14), ValueError, "its intermediate must be 14 as in shared w_gate" + SWAP),
 ]
 
 
@@ -195,8 +198,8 @@ def test_options(options, error, text):
 
 def test_tokens_that_do_not_divide():
     text = (
-        "moe: tokens must be divisible by the mesh axes ('data', 'expert') of size 4, got x float32[6, 6]; "
-        "pad x with rows whose ids are -1 (MoKMoE: with a token_mask), or name fewer token_axes"
+        "moe: tokens must be divisible by the mesh axes ('data', 'expert') of size 4, got 6 in x float32[6, 6]; "
+        "pad x with rows whose ids are -1, or name fewer token_axes"
     )
     refuse(ValueError, text, make_case("f32", **SIZES | dict(tokens=6)), mesh=mesh(2, 2))
 
@@ -211,7 +214,7 @@ def test_another_mesh_than_the_ambient_one():
 
 
 def test_checks_come_at_trace_time_too():
-    with pytest.raises(ValueError, match=re.escape("got float32[8, 3]; its top_k differs")):
+    with pytest.raises(ValueError, match=re.escape("got float32[8, 3]; its top_k must be 2 as in expert_ids")):
         jax.eval_shape(lambda case: call(case, "xla"), CASE._replace(router_weights=jnp.zeros((8, 3), "float32")))
 
 
