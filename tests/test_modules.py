@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import IMPLEMENTATIONS, TINY, assert_near, assert_same_bits
+from cases import IMPLEMENTATIONS, TINY, assert_near, assert_same_bits, kinds, mesh_of, refuse
 from flax import nnx
 from jax.nn.initializers import lecun_normal, zeros
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -249,12 +249,11 @@ def test_router_stays_float32(framework):
 @frameworks
 def test_a_router_that_was_cast_is_refused(framework):
     cast = {name: p.astype(jnp.bfloat16) for name, p in parameters_of().items()}
-    with pytest.raises(TypeError) as caught:
-        layer_of(framework, implementation="reference")(cast, x_of(2, dtype=jnp.bfloat16))
-    assert str(caught.value) == (
+    text = (
         "MoKMoE: router must be float32 or float64[hidden, experts], got bfloat16[24, 6]; "
         "leave it out when parameters are cast: a small error changes the choice of experts"
     )
+    refuse(TypeError, text, layer_of(framework, implementation="reference"), cast, x_of(2, dtype=jnp.bfloat16))
 
 
 def test_pickle():
@@ -486,11 +485,6 @@ def test_micro_batches_have_the_counts_of_the_whole_batch():
 
 # ---- over meshes ----
 
-MESHES = {
-    "e8": ((8,), ("expert",)),
-    "d2_e4": ((2, 4), ("data", "expert")),
-    "d4_e2": ((4, 2), ("data", "expert")),
-}
 OTHERWISE = {  # as FSDP leaves them
     "router": P("data"),
     "w_gate": P("expert", "data"),
@@ -500,12 +494,6 @@ OTHERWISE = {  # as FSDP leaves them
     "shared_up": P(None, "data"),
     "shared_down": P("expert"),
 }
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-
-
-def mesh_of(name, kind="auto"):
-    shape, axes = MESHES[name]
-    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(axes))
 
 
 def placed(mesh, spec, x, specs=None):
@@ -560,17 +548,17 @@ def test_mesh_is_one_device(framework, implementation, name, kind, spec, how):
     assert_near(results, expected_on_a_mesh(), 1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_parameters_sharded_otherwise(kind):
     layer = layer_of("nnx", implementation="host", config=TINY, num_experts=8)
-    mesh = mesh_of("d2_e4", kind)
+    mesh = mesh_of(kind=kind)
     results = run(residual_of(layer), *placed(mesh, P("data", None, "expert"), x_of(8, 16), OTHERWISE), mask_of(8, 16))
     assert_near(results, expected_on_a_mesh(), 1e-12)
 
 
 @pytest.mark.parametrize("token_axes", [["expert", "data"], "expert"], ids=["list", "name"])
 def test_token_axes_as_moe_takes_them(token_axes):
-    mesh = mesh_of("d2_e4")
+    mesh = mesh_of()
     layer = layer_of("nnx", implementation="host", num_experts=8, mesh=mesh, token_axes=token_axes)
     y, _ = jax.jit(residual_of(layer))(parameters_of(experts=8), x_of(8, 16), mask_of(8, 16))
     assert_near({"y": y}, {"y": expected_on_a_mesh()["y"]}, 1e-12)
@@ -614,7 +602,7 @@ MANUAL = {
 
 @pytest.mark.parametrize(("framework", "manual", "split", "check_vma"), MANUAL.values(), ids=MANUAL)
 def test_inside_a_shard_map(framework, manual, split, check_vma):
-    mesh = mesh_of("d2_e4")
+    mesh = mesh_of()
     layer = layer_of(framework, implementation="xla", num_experts=8)
     tokens, by_expert = P(split), P("expert" if "expert" in manual else None)
     specs = {name: by_expert if name.startswith("w_") else P() for name in parameters_of()}
@@ -632,10 +620,10 @@ def test_inside_a_shard_map(framework, manual, split, check_vma):
     assert_near(results, expected_on_a_mesh(), 1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_no_device_reads_the_scores_of_others(kind):
     # XLA cannot split a top-k: by itself it gathers all scores on every device.
-    mesh = mesh_of("d2_e4", kind)
+    mesh = mesh_of(kind=kind)
     layer = layer_of("nnx", implementation="xla", num_experts=8)
     x = jax.device_put(x_of(8, 16, dtype=jnp.float32), NamedSharding(mesh, P(EVERY)))
     parameters = {name: value.astype(jnp.float32) for name, value in parameters_of(experts=8).items()}
@@ -669,10 +657,10 @@ PLACES = {
     "none": (None, "none", False),
     "lacking-given": (other_mesh, "given", False),
     "lacking-ambient": (other_mesh, "ambient", False),
-    "auto-given": (functools.partial(mesh_of, "d2_e4"), "given", True),
-    "auto-ambient": (functools.partial(mesh_of, "d2_e4"), "ambient", True),
-    "explicit-given": (functools.partial(mesh_of, "d2_e4", "explicit"), "given", True),
-    "explicit-ambient": (functools.partial(mesh_of, "d2_e4", "explicit"), "ambient", True),
+    "auto-given": (mesh_of, "given", True),
+    "auto-ambient": (mesh_of, "ambient", True),
+    "explicit-given": (functools.partial(mesh_of, kind="explicit"), "given", True),
+    "explicit-ambient": (functools.partial(mesh_of, kind="explicit"), "ambient", True),
     "mixed-given": (mixed_mesh, "given", True),
     "mixed-ambient": (mixed_mesh, "ambient", True),
 }
@@ -690,18 +678,18 @@ def test_construction(framework, make, how, has_axis):
     assert specs == {name: experts if name.startswith("w_") else P() for name in parameters_of()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_nnx_makes_the_experts_sharded(kind):
-    with jax.set_mesh(mesh_of("d2_e4", kind)):
+    with jax.set_mesh(mesh_of(kind=kind)):
         module = module_of("nnx", num_experts=8)
         layers = nnx.vmap(lambda rngs: module_of("nnx", num_experts=8))(nnx.Rngs(0).split(3))
     assert module.w_down[...].sharding.shard_shape((8, 40, HIDDEN)) == (2, 40, HIDDEN)
     assert layers.w_down[...].sharding.shard_shape((3, 8, 40, HIDDEN)) == (3, 2, 40, HIDDEN)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_linen_parameters_may_stay_boxed(kind):
-    mesh = mesh_of("d2_e4", kind)
+    mesh = mesh_of(kind=kind)
     with jax.set_mesh(mesh):
         module, x = module_of("linen", num_experts=8, implementation="xla", **RANDOM), x_of(8, dtype=jnp.float32)
         variables = jax.jit(module.init)(jax.random.key(0), x)
@@ -778,12 +766,6 @@ def test_vmap_is_a_loop(implementation):
 # ---- errors ----
 
 
-def refuse(error, text, call, *arguments, **options):
-    with pytest.raises(error) as caught:
-        call(*arguments, **options)
-    assert str(caught.value) == text
-
-
 DTYPE_NAMES = "('float32', 'float64', 'bfloat16')"
 INDIVISIBLE = (
     "MoKMoE: num_experts must be divisible by the expert axis 'expert' of size 4, got 6; use 8 experts or another mesh"
@@ -837,13 +819,13 @@ def test_options_are_refused_at_construction(framework, options, error, text):
 
 @frameworks
 def test_experts_that_the_ambient_mesh_cannot_divide(framework):
-    with jax.set_mesh(mesh_of("d2_e4")):
+    with jax.set_mesh(mesh_of()):
         refuse(ValueError, INDIVISIBLE, module_of, framework)
 
 
 @frameworks
 def test_tokens_that_the_mesh_does_not_divide(framework):
-    layer = layer_of(framework, num_experts=8, mesh=mesh_of("d2_e4"))
+    layer = layer_of(framework, num_experts=8, mesh=mesh_of())
     text = (
         "MoKMoE: tokens must be divisible by the mesh axes ('data', 'expert') of size 8, got 36 in "
         "x float64[4, 9, 24]; pad x and set token_mask to False there, or name fewer token_axes"
