@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mok_jax.config import MoKConfig
 from mok_jax.moe import Weights, as_array, choose_implementation, describe, moe, show
-from mok_jax.placement import Placement, check_expert_axis, place
+from mok_jax.placement import Placement, as_axes, check_expert_axis, place
 from mok_jax.reference import HIGHEST, accumulation_dtype
 from mok_jax.routing import Routing, check_integer, check_mask, check_scoring, route
 
@@ -95,9 +95,7 @@ class LayerOptions:
             choose_implementation(self.implementation, self.mesh)
         if not isinstance(self.expert_axis, str):
             raise TypeError(f"MoKMoE: expert_axis must be the name of a mesh axis, got {describe(self.expert_axis)}")
-        if self.token_axes is not None:  # a list or one name, as `moe` takes them
-            axes = (self.token_axes,) if isinstance(self.token_axes, str) else tuple(self.token_axes)
-            object.__setattr__(self, "token_axes", axes)
+        object.__setattr__(self, "token_axes", as_axes("MoKMoE", self.token_axes))  # hashable
         check_expert_axis("MoKMoE", self.expert_axis, self.known_mesh)
         ranks = self.known_mesh.shape.get(self.expert_axis, 1)
         if self.num_experts % ranks:

@@ -143,8 +143,8 @@ def place(mesh: AnyMesh | None, arrays: list[Any], expert_axis: str, token_axes:
         mesh = context
     names = mesh.axis_names
     check_expert_axis("moe", expert_axis, mesh)
+    token_axes = as_axes("moe", token_axes)
     if token_axes is not None:
-        token_axes = (token_axes,) if isinstance(token_axes, str) else tuple(token_axes)
         unknown = [axis for axis in token_axes if axis not in names]
         if unknown:
             raise ValueError(f"moe: token_axes must name axes of the mesh {tuple(names)}, got {unknown[0]!r}")
@@ -159,6 +159,18 @@ def place(mesh: AnyMesh | None, arrays: list[Any], expert_axis: str, token_axes:
 
 
 DEFAULT_EXPERT_AXIS = "expert"
+
+
+def as_axes(who: str, token_axes: Any) -> tuple[str, ...] | None:
+    """One name or several, as a tuple."""
+    if token_axes is None:
+        return None
+    axes = (token_axes,) if isinstance(token_axes, str) else token_axes
+    if not isinstance(axes, (tuple, list)) or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(
+            f"{who}: token_axes must be names of mesh axes or None, got {type(token_axes).__name__} {token_axes!r}"
+        )
+    return tuple(axes)
 
 
 def check_expert_axis(who: str, expert_axis: str, mesh: AnyMesh) -> None:

@@ -141,6 +141,11 @@ OPTIONS = {
         "expert_axis must be the name of a mesh axis, got tuple ('expert',)",
     ),
     "mesh": (dict(mesh="all"), TypeError, "mesh must be a jax.sharding.Mesh or None, got str 'all'"),
+    "token_axes_type": (
+        dict(mesh=(2, 2), token_axes=["data", 3]),
+        TypeError,
+        "token_axes must be names of mesh axes or None, got list ['data', 3]",
+    ),
     "token_axes_without_mesh": (
         dict(token_axes=("data",)),
         ValueError,

@@ -806,6 +806,7 @@ WRONG = {
         ValueError,
         "moe: implementation must be one of ('host', 'xla', 'reference') or None, got 'best'",
     ),
+    "token_axes": (dict(token_axes=3), TypeError, "MoKMoE: token_axes must be names of mesh axes or None, got int 3"),
     "mesh": (dict(mesh="d2_e4"), TypeError, "MoKMoE: mesh must be a jax.sharding.Mesh or None, got str 'd2_e4'"),
     "indivisible": (dict(mesh=AbstractMesh((2, 4), ("data", "expert"))), ValueError, INDIVISIBLE),
 }

@@ -266,3 +266,16 @@ def test_forward_mode_is_refused_by_host():
     case = case_of()
     with pytest.raises(TypeError, match=r"forward-mode .*\(jvp\) to a custom_vjp function"):
         jax.jvp(lambda x: call(case._replace(x=x), "host"), (case.x,), (case.x,))
+
+
+@implementations
+def test_nothing_is_promoted_silently(implementation):
+    case = case_of()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(lambda case, dy: value_and_gradients(case, dy, implementation), case, case.x)
+
+
+def test_route_promotes_nothing_silently():
+    logits, bias, mask = jnp.zeros((8, 4), "float32"), jnp.zeros(4, "float32"), jnp.ones(8, bool)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(lambda x, b, m: mok_jax.route(x, 2, selection_bias=b, token_mask=m), logits, bias, mask)
