@@ -720,6 +720,11 @@ def test_linen_makes_what_nnx_makes():
     assert (variables["params"]["router"] == 1).all() and (parameters["router"] == 1).all()
 
 
+def test_linen_tabulates():
+    table = module_of("linen", implementation="reference").tabulate(jax.random.key(0), x_of(5, dtype=jnp.float32))
+    assert "w_gate" in table and "MoKMoE" in table
+
+
 # ---- transformations ----
 
 
