@@ -90,8 +90,6 @@ class LayerOptions:
             raise TypeError(f"MoKMoE: config must be a MoKConfig, got {describe(self.config)}")
         if self.mesh is not None and not isinstance(self.mesh, (Mesh, AbstractMesh)):
             raise TypeError(f"MoKMoE: mesh must be a jax.sharding.Mesh or None, got {describe(self.mesh)}")
-        if self.implementation is not None:
-            choose_implementation(self.implementation, self.mesh)
         if not isinstance(self.expert_axis, str):
             raise TypeError(f"MoKMoE: expert_axis must be the name of a mesh axis, got {describe(self.expert_axis)}")
         if self.token_axes is not None:  # a list or one name, as `moe` takes them
@@ -99,6 +97,8 @@ class LayerOptions:
             object.__setattr__(self, "token_axes", axes)
         check_expert_axis("MoKMoE", self.expert_axis, self.known_mesh)
         ranks = self.known_mesh.shape.get(self.expert_axis, 1)
+        if self.implementation is not None:
+            choose_implementation(self.implementation, self.mesh, ranks)
         if self.num_experts % ranks:
             raise ValueError(
                 f"MoKMoE: num_experts must be divisible by the expert axis {self.expert_axis!r} of size {ranks}, "
