@@ -50,7 +50,9 @@ def _setting(default, text):
 class Settings:
     """What the command line sets; the defaults end below the bigram entropy in under 5 minutes on two cores."""
 
-    implementation: str | None = _setting(None, "host, xla or reference; without it the best that the devices allow")
+    implementation: str | None = _setting(
+        None, "cuda, host, xla or reference; without it the best that the devices allow"
+    )
     mesh: str | None = _setting(None, "data x expert devices, as 2x4; without it 2x4 on a CPU, else all devices")
     steps: int = _setting(400, "training steps")
     batch: int = _setting(32, "sequences in a step")
@@ -372,13 +374,13 @@ def check(settings: Settings, mesh: Mesh) -> None:
             raise ValueError(f"{flag} must be a multiple of {divisor}, {of}, got {value}")
     if settings.top_k > settings.experts:
         raise ValueError(f"--top-k must be at most --experts {settings.experts}, got {settings.top_k}")
-    mok_jax.choose_implementation(settings.implementation, mesh)
+    mok_jax.choose_implementation(settings.implementation, mesh, mesh.shape["expert"])
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the program."""
     settings, mesh = parse(arguments)
-    chosen = mok_jax.choose_implementation(settings.implementation, mesh)
+    chosen = mok_jax.choose_implementation(settings.implementation, mesh, mesh.shape["expert"])
     platform = mesh.devices.flat[0].platform
     print(f"{chosen!r} on {dict(mesh.shape)} {platform} devices, jax {jax.__version__}")
     with jax.set_mesh(mesh):

@@ -14,14 +14,14 @@ TIMEOUT_VARIABLE = "MOK_TIMEOUT"
 class MoKConfig:
     """How `moe` computes: nothing here changes what it computes, except `swiglu_limit`.
 
-    The other fields are about the ring and the ranks of "host"; "xla" and "reference", which have
-    neither, pay them no heed beyond these checks.
+    The other fields are about the ring and the ranks of "cuda" and "host"; "xla" and "reference", which
+    have neither, pay them no heed beyond these checks.
 
     Attributes:
       swiglu_limit: None, or a finite float >= 0. The gate is clamped to at most this value and the
         up projection to [-limit, limit]; the gradient is zero where a value lies outside.
       row_tile: rows of one tile, a multiple of 8; each expert's rows are padded to it. None takes
-        the implementation's own (host: 128).
+        the implementation's own, 128. "cuda" has no other.
       minibatch: rows that become ready for the expert FFN at a time, a multiple of the row tile.
         None: two waves of tiles.
       macrobatch: rows that the ring buffer holds, a multiple of the minibatch. Memory is bounded by
@@ -32,10 +32,17 @@ class MoKConfig:
       virtual_ranks: >= 1. Split one device into this many ranks of the expert axis, which exchange
         rows as real ranks do; tokens and experts must be divisible by it.
       num_threads: the most threads that "host" uses for one call, None for all of XLA's pool.
+      portable: "cuda" takes the kernels that run on any GPU on Hopper too.
+      num_comm_sms: the most multiprocessors that "cuda" gives to moving rows between ranks, None for
+        its own choice.
       timeout: seconds > 0 that "host" waits for all ranks of a call to arrive before it reports the
-        missing ones. None: the environment variable MOK_TIMEOUT, else 20.
+        missing ones, and "cuda" for one tile inside a kernel before it reports that; the next call
+        raises the report. None: the environment variable MOK_TIMEOUT, else 20.
       random_order: None, or a seed in [0, 2**31): a test mode of "host" that runs its tasks in
-        random order, driven by the readiness counters alone, over a ring filled with NaN.
+        random order, driven by the readiness counters alone, over a ring filled with NaN. "cuda" only
+        fills the ring.
+      stuck_counter: None, or the index of a readiness counter that "cuda" never fills: a test mode that
+        shows what a wait does that is in vain.
 
     Raises:
       TypeError: a field of another type.
@@ -49,20 +56,25 @@ class MoKConfig:
     save_context: bool = True
     virtual_ranks: int = 1
     num_threads: int | None = None
+    portable: bool = False
+    num_comm_sms: int | None = None
     timeout: float | None = None
     random_order: int | None = None
+    stuck_counter: int | None = None
 
     def __post_init__(self) -> None:
         _check_number("swiglu_limit", self.swiglu_limit, "a finite number >= 0 or None", lambda v: v >= 0)
         _check_number("timeout", self.timeout, "a finite number of seconds > 0 or None", lambda v: v > 0)
-        for name in ("row_tile", "minibatch", "macrobatch", "num_threads"):
+        for name in ("row_tile", "minibatch", "macrobatch", "num_threads", "num_comm_sms"):
             _check_integer(name, getattr(self, name), "an integer in [1, 2**31) or None", lambda v: 1 <= v < 2**31)
-        _check_integer("random_order", self.random_order, "an integer in [0, 2**31) or None", lambda v: 0 <= v < 2**31)
+        for name in ("random_order", "stuck_counter"):
+            _check_integer(name, getattr(self, name), "an integer in [0, 2**31) or None", lambda v: 0 <= v < 2**31)
         if self.virtual_ranks is None:
             raise TypeError("MoKConfig: virtual_ranks must be an integer >= 1, got None")
         _check_integer("virtual_ranks", self.virtual_ranks, "an integer >= 1", lambda v: v >= 1)
-        if not isinstance(self.save_context, bool):
-            raise TypeError(f"MoKConfig: save_context must be True or False, got {self.save_context!r}")
+        for name in ("save_context", "portable"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"MoKConfig: {name} must be True or False, got {getattr(self, name)!r}")
         if self.row_tile is not None and self.row_tile % 8:
             raise ValueError(f"MoKConfig: row_tile must be a multiple of 8, got {self.row_tile}")
         check_multiple("minibatch", self.minibatch, "row_tile", self.row_tile)

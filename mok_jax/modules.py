@@ -91,13 +91,13 @@ class LayerOptions:
             raise TypeError(f"MoKMoE: config must be a MoKConfig, got {describe(self.config)}")
         if self.mesh is not None and not isinstance(self.mesh, (Mesh, AbstractMesh)):
             raise TypeError(f"MoKMoE: mesh must be a jax.sharding.Mesh or None, got {describe(self.mesh)}")
-        if self.implementation is not None:
-            choose_implementation(self.implementation, self.mesh)
         if not isinstance(self.expert_axis, str):
             raise TypeError(f"MoKMoE: expert_axis must be the name of a mesh axis, got {describe(self.expert_axis)}")
         object.__setattr__(self, "token_axes", as_axes("MoKMoE", self.token_axes))  # hashable
         check_expert_axis("MoKMoE", self.expert_axis, self.known_mesh)
         ranks = self.known_mesh.shape.get(self.expert_axis, 1)
+        if self.implementation is not None:
+            choose_implementation(self.implementation, self.mesh, ranks)
         if self.num_experts % ranks:
             raise ValueError(
                 f"MoKMoE: num_experts must be divisible by the expert axis {self.expert_axis!r} of size {ranks}, "

@@ -6,6 +6,7 @@ Called by the modules and by users. Everything below `_moe` may assume checked a
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from mok_jax.placement import DEFAULT_EXPERT_AXIS, AnyMesh, Placement, place, va
 from mok_jax.reference import accumulation_dtype, moe_reference
 from mok_jax.xla import moe_xla
 
-IMPLEMENTATIONS = ("host", "xla", "reference")  # best first
+IMPLEMENTATIONS = ("cuda", "host", "xla", "reference")  # best first
 
 logger = logging.getLogger("mok_jax")
 
@@ -67,8 +68,9 @@ def moe(
       w_down: likewise [experts, intermediate, hidden].
       shared: None, or the shared expert (w_gate, w_up, w_down) without the leading axis and with an
         intermediate width of its own.
-      implementation: "host" (C++ on the CPU devices of one process), "xla" (plain JAX, any backend),
-        "reference" (plain jnp, the definition), or None for the best that the devices allow.
+      implementation: "cuda" (kernels for NVIDIA GPUs), "host" (C++ on the CPU devices of one process),
+        "xla" (plain JAX, any backend), "reference" (plain jnp, the definition), or None for the best that
+        the devices allow.
       config: see `MoKConfig`.
       mesh: the mesh to run over; None takes the ambient one (`jax.set_mesh`), else the one the
         arguments are sharded over, else one device. Inside a `shard_map` the arguments are this
@@ -83,7 +85,7 @@ def moe(
     Raises:
       TypeError: a wrong dtype.
       ValueError: a wrong rank, size, name or mesh.
-      NotImplementedError: `vmap` across ranks; second derivatives of "host".
+      NotImplementedError: `vmap` across ranks; second derivatives of "cuda" and "host".
 
     Example:
       >>> import jax, jax.numpy as jnp, mok_jax
@@ -108,11 +110,11 @@ def moe(
     arrays = {name: as_array("moe", name, value) for name, value in arguments.items()}
     placement = place(mesh, list(arrays.values()), expert_axis, token_axes)
     _check_arguments(arrays, placement, config)
-    chosen = choose_implementation(implementation, placement.mesh)
+    chosen = choose_implementation(implementation, placement.mesh, placement.ranks, arrays["x"].dtype)
     x, ids, weights, *matrices = list(arrays.values())
     experts, shared = tuple(matrices[:3]), tuple(matrices[3:]) or None
-    call = _Call(chosen, config, placement)
-    if chosen == "host":
+    call = _Call(chosen, config, placement, _gpu(placement.mesh) if chosen == "cuda" else None)
+    if chosen in ("cuda", "host"):
         call.dims(x, ids, experts, shared, placement.token_shards, placement.expert_shards).check()
     return _moe(call, x, ids, weights, experts, shared)
 
@@ -209,12 +211,16 @@ def describe(value) -> str:
 # ---- choice ----
 
 
-def choose_implementation(implementation: str | None = None, mesh: AnyMesh | None = None) -> str:
+def choose_implementation(
+    implementation: str | None = None, mesh: AnyMesh | None = None, ranks: int = 1, dtype: Any = None
+) -> str:
     """The implementation that `moe` runs on these devices; a named one is returned or refused.
 
     Args:
       implementation: a name, or None for the best that the devices allow.
       mesh: the mesh of the call; None for `jax_default_device`, else the default backend.
+      ranks: the size of its expert axis.
+      dtype: of x, for None; None leaves it out of account.
 
     Raises:
       TypeError, ValueError: an unknown name, or one that the devices do not allow.
@@ -224,13 +230,13 @@ def choose_implementation(implementation: str | None = None, mesh: AnyMesh | Non
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"moe: implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
-        reason = why_not(implementation, mesh)
+        reason = why_not(implementation, mesh, ranks)
         if reason is not None:
             raise ValueError(f'moe: implementation "{implementation}" cannot run here: {reason}; use None or "xla"')
         return implementation
     refused: list[tuple[str, str]] = []
     for name in IMPLEMENTATIONS:
-        reason = why_not(name, mesh)
+        reason = why_not(name, mesh, ranks, dtype)
         if reason is None:
             logger.debug("moe runs %r%s", name, "".join(f"; {other}: {why}" for other, why in refused))
             return name
@@ -238,16 +244,59 @@ def choose_implementation(implementation: str | None = None, mesh: AnyMesh | Non
     raise AssertionError("unreachable: reference runs anywhere")
 
 
-def why_not(implementation: str, mesh: AnyMesh | None = None) -> str | None:
+def why_not(implementation: str, mesh: AnyMesh | None = None, ranks: int = 1, dtype: Any = None) -> str | None:
     """Why an implementation cannot run on the devices of `mesh`, or None where it can."""
-    if implementation != "host":
+    if implementation not in ("cuda", "host"):
         return None
     platform, processes = _platform(mesh)
+    if implementation == "cuda":
+        return _why_not_cuda(platform, mesh, ranks, dtype)
     if platform != "cpu":
         return f"it needs CPU devices, these are {platform}"
     if processes > 1:
         return f"it needs all devices in one process, these are in {processes}"
     return None
+
+
+def _why_not_cuda(platform: str, mesh: AnyMesh | None, ranks: int, dtype: Any) -> str | None:
+    gpu = _gpu(mesh) if platform in ("gpu", "cuda") else None
+    if gpu is None:
+        return f"it needs CUDA devices, these are {platform}" if platform == "cpu" else "there is no CUDA device here"
+    try:
+        ops.cuda()
+    except ImportError as error:
+        return str(error)
+    if gpu.capability < (8, 0):
+        return "it needs compute capability 8.0 or later, this is {}.{}".format(*gpu.capability)
+    if ranks > 1:
+        return f"it does not exchange rows between GPUs yet, and the expert axis has {ranks} ranks"
+    if dtype is not None and dtype.name == "float64":
+        return "it has no float64"
+    return None
+
+
+def _gpu(mesh: AnyMesh | None) -> ops.Gpu | None:
+    """The CUDA device that the call is planned for: one of this process in `mesh`, where that is concrete."""
+    try:
+        if isinstance(mesh, Mesh) and not mesh.empty:
+            device = next(iter(mesh.local_devices), mesh.devices.flat[0])
+        else:
+            default = _default_device()
+            concrete = default is not None and not isinstance(default, str) and (mesh is None or mesh.empty)
+            device = default if concrete else jax.local_devices(backend="cuda")[0]
+    except RuntimeError:  # no such backend
+        return None
+    # Only CUDA's devices have one of this form.
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    if found is None:
+        return None
+    stats = device.memory_stats() if device.process_index == jax.process_index() else None
+    return ops.Gpu((int(found[1]), int(found[2])), (stats or {}).get("bytes_limit"))
+
+
+def _default_device() -> Any:
+    config: Any = jax.config  # jax 0.10 declares its flags at run time only
+    return config.jax_default_device
 
 
 def _platform(mesh) -> tuple[str, int]:
@@ -256,8 +305,7 @@ def _platform(mesh) -> tuple[str, int]:
         return devices[0].platform, len({device.process_index for device in devices})
     if mesh is not None and not mesh.empty:
         return mesh.abstract_device.platform, jax.process_count()
-    config: Any = jax.config  # jax 0.10 declares its flags at run time only
-    default = config.jax_default_device
+    default = _default_device()
     if default is None:
         return jax.default_backend(), 1
     return getattr(default, "platform", default), 1
@@ -271,6 +319,7 @@ class _Call:
     implementation: str
     config: MoKConfig
     placement: Placement
+    gpu: ops.Gpu | None
 
     def dims(self, x, ids, experts, shared, shards: int = 1, expert_shards: int = 1) -> ops.Dims:
         """The sizes on one rank, from arrays that hold so many token and expert shards."""
@@ -284,6 +333,8 @@ class _Call:
             top_k=ids.shape[1],
             dtype=x.dtype,
             config=self.config,
+            implementation=self.implementation,
+            gpu=self.gpu,
         )
 
 
@@ -311,9 +362,9 @@ def _local(call: _Call, x, ids, weights, experts: Weights, shared: Weights | Non
     x, ids, weights, experts, shared = vary_alike((x, ids, weights, experts, shared))
     placement = call.placement
     expert_axis = placement.expert_axis if placement.ranks > 1 else None
-    if call.implementation == "host":
+    if call.implementation in ("cuda", "host"):
         dims = call.dims(x, ids, experts, shared)
-        return ops.moe_host(dims, placement.index(), x, ids, weights, experts, shared)
+        return ops.moe_ffi(dims, placement.index(), x, ids, weights, experts, shared)
     if call.implementation == "xla":
         return moe_xla(x, ids, weights, experts, shared, call.config.swiglu_limit, expert_axis)
     if expert_axis is not None:

@@ -1,12 +1,14 @@
-"""The only caller of jax.ffi: the "host" implementation as one differentiable call on one device.
+"""The only caller of jax.ffi: the "host" and "cuda" implementations as one differentiable call on one device.
 
-Called by moe.py inside a fully manual region. Importing it loads the extension module for this CPU and
-registers its targets.
+Called by moe.py inside a fully manual region. Importing it loads the extension module for this CPU, and the
+one for CUDA where JAX can use CUDA, and registers their targets.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import math
 import os
 import re
@@ -32,7 +34,7 @@ LEVEL_VARIABLE = "MOK_CPU_LEVEL"
 
 
 def _load():
-    """The module built for the highest x86-64 level this CPU has; registers its targets.
+    """The host module built for the highest x86-64 level this CPU has; registers its targets.
 
     Raises:
       ImportError: no module for this Python, or a jaxlib older than the FFI headers: registering would
@@ -46,11 +48,7 @@ def _load():
             f"mok_jax: the extension modules for Python {sys.version_info[0]}.{sys.version_info[1]} are not installed; "
             "run python -m pip install . in the source tree"
         ) from error
-    built, running = base.JAXLIB_VERSION, jaxlib.__version__
-    if _version(running) < _version(built):
-        raise ImportError(
-            f"mok_jax was built for jaxlib {built} or newer, but jaxlib {running} is installed; upgrade jax and jaxlib"
-        )
+    _check_version(base)
     levels = [level for level in ("v4", "v3", "v2") if base.cpu_has(f"x86-64-{level}")]
     level = os.environ.get(LEVEL_VARIABLE) or levels[0]
     if level not in levels:
@@ -61,25 +59,76 @@ def _load():
     return module
 
 
+@functools.cache
+def cuda():
+    """The CUDA module; registers its targets. Needs no GPU, but plans for one.
+
+    Raises:
+      ImportError: mok_jax was built without it, or a jaxlib older than the FFI headers.
+    """
+    try:
+        module = importlib.import_module("mok_jax._cuda")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "mok_jax was built without CUDA; reinstall it where a CUDA 13 compiler is found (nvcc on PATH, or CUDACXX)"
+        ) from error
+    _check_version(module)
+    for name, target in module.targets().items():
+        jax.ffi.register_ffi_target(name, target, platform="CUDA")
+    return module
+
+
+def _check_version(module) -> None:
+    """Before any target is registered: one that the runtime refuses breaks the whole backend."""
+    built, running = module.JAXLIB_VERSION, jaxlib.__version__
+    if _version(running) < _version(built):
+        raise ImportError(
+            f"mok_jax was built for jaxlib {built} or newer, but jaxlib {running} is installed; upgrade jax and jaxlib"
+        )
+
+
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
 _host: Any = _load()
+# Now, not at the first call: a process may run nothing but what another one exported.
+if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    with contextlib.suppress(ImportError):  # which whoever asks for it gets
+        cuda()
+
+
+def _module(implementation: str):
+    return cuda() if implementation == "cuda" else _host
 
 
 def describe() -> dict[str, str]:
-    """What `python -m mok_jax` says of the extension module."""
+    """What `python -m mok_jax` says of the extension modules."""
+    try:
+        on_cuda = f"{cuda().__file__}, CUDA {cuda().CUDA_VERSION}"
+    except ImportError as error:
+        on_cuda = str(error)
     return {
         "extension module": _host.__file__,
         "FFI headers": f"jaxlib {_host.JAXLIB_VERSION}",
         "instruction set": _host.CPU_LEVEL,
+        "CUDA module": on_cuda,
     }
+
+
+class Gpu(NamedTuple):
+    """What planning for a CUDA device must know of it."""
+
+    capability: tuple[int, int]  # (9, 0)
+    memory: int | None  # bytes that XLA may use, where it says so
 
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """Sizes of one call on one device. `ranks` counts real ones, `config.virtual_ranks` those within."""
+    """Sizes of one call on one device. `ranks` counts real ones, `config.virtual_ranks` those within.
+
+    gpu: of implementation "cuda", else None.
+    """
 
     tokens: int
     hidden: int
@@ -90,24 +139,36 @@ class Dims:
     top_k: int
     dtype: np.dtype
     config: MoKConfig
+    implementation: str = "host"
+    gpu: Gpu | None = None
+
+    @property
+    def portable(self) -> bool:
+        """Whether "cuda" takes the kernels for any GPU: Hopper's own take bfloat16 in 16-byte pieces."""
+        sizes = (self.hidden, self.intermediate, self.shared_intermediate)
+        hopper = self.gpu is not None and self.gpu.capability == (9, 0)
+        return self.config.portable or not hopper or self.dtype.name != "bfloat16" or any(s % 8 for s in sizes)
 
     def plan(self):
         """The sizes of one (virtual) rank as the extension module computes them.
 
         Raises:
-          ValueError: rows beyond int32, or tile sizes that are no multiples of each other.
+          TypeError: a dtype that the implementation lacks.
+          ValueError: rows beyond int32, or tile sizes that are no multiples of each other or not there.
         """
-        config, copies = self.config, self.config.virtual_ranks
+        config, copies, module = self.config, self.config.virtual_ranks, _module(self.implementation)
+        if self.implementation == "cuda":
+            self._check_cuda(module)
         routes = self.ranks * self.tokens * self.top_k
         if routes >= 2**31:
             raise ValueError(
                 "moe: ranks * tokens * top_k must be less than 2**31, got "
                 f"{self.ranks} * {self.tokens} * {self.top_k}; split the tokens over several calls"
             )
-        row_tile = config.row_tile or _host.ROW_TILE
+        row_tile = config.row_tile or module.ROW_TILE
         check_multiple("minibatch", config.minibatch, "the row tile", row_tile)
         check_multiple("macrobatch", config.macrobatch, "the row tile", row_tile)
-        plan = _host.Dims(
+        plan = module.Dims(
             tokens=self.tokens // copies,
             hidden=self.hidden,
             intermediate=self.intermediate,
@@ -118,6 +179,8 @@ class Dims:
             row_tile=row_tile,
             minibatch=config.minibatch or 0,
             macrobatch=config.macrobatch or 0,
+            portable=self.portable,
+            dtype=self.dtype.name,
         )
         if plan.capacity >= 2**31:
             raise ValueError(
@@ -126,18 +189,45 @@ class Dims:
             )
         return plan
 
+    def _check_cuda(self, module) -> None:
+        if self.dtype.name not in ("float32", "bfloat16"):
+            raise TypeError(
+                f'moe: x must be float32 or bfloat16 for implementation "cuda", got {self.dtype.name}; '
+                'cast x or use "xla"'
+            )
+        if self.config.row_tile not in (None, module.ROW_TILE):
+            raise ValueError(
+                f'moe: row_tile must be {module.ROW_TILE} or None for implementation "cuda", '
+                f"got {self.config.row_tile}; leave it out"
+            )
+        if self.config.virtual_ranks > module.MAX_RANKS:
+            raise ValueError(
+                f'moe: virtual_ranks must be at most {module.MAX_RANKS} for implementation "cuda", '
+                f"got {self.config.virtual_ranks}"
+            )
+
     def check(self) -> None:
         """Raises now what the call would raise when it is traced."""
-        self.plan()
+        self.workspace_bytes(False, False, 0)
         self.config.timeout_seconds()
 
     def workspace_bytes(self, backward: bool, context: bool, gradients: int) -> int:
-        """Scratch of one call in bytes."""
-        pass_ = _host.Pass(backward=backward, context=context, gradients=gradients)
+        """Scratch of one call in bytes.
+
+        Raises:
+          ValueError: more than the GPU has; and as `plan`.
+        """
+        plan, module = self.plan(), _module(self.implementation)
+        pass_ = module.Pass(backward=backward, context=context, gradients=gradients)
         wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
-        return self.config.virtual_ranks * _host.workspace_bytes(
-            self.plan(), pass_, jnp.dtype(self.dtype).itemsize, wide
-        )
+        size = self.config.virtual_ranks * module.workspace_bytes(plan, pass_, self.dtype.itemsize, wide)
+        if self.gpu is not None and self.gpu.memory is not None and size > self.gpu.memory:
+            raise ValueError(
+                f"moe: the scratch of the {'backward' if backward else 'forward'} pass must fit into the "
+                f"{self.gpu.memory / 2**30:.2f} GiB of GPU memory that XLA may use, got {size / 2**30:.2f} GiB; "
+                f"use a macrobatch smaller than {plan.macrobatch}, or split the tokens over several calls"
+            )
+        return size
 
     def attributes(self, context: bool, gradients: int) -> dict[str, Any]:
         """The call's attributes, the same on every rank."""
@@ -151,7 +241,10 @@ class Dims:
             context=int(context),
             gradients=gradients,
             num_threads=config.num_threads or 0,
+            portable=int(self.portable),
+            num_comm_sms=config.num_comm_sms or 0,
             random_order=-1 if config.random_order is None else config.random_order,
+            stuck_counter=-1 if config.stuck_counter is None else config.stuck_counter,
         )
         limit = math.inf if config.swiglu_limit is None else config.swiglu_limit
         floats = dict(swiglu_limit=limit, timeout=config.timeout_seconds())
@@ -176,7 +269,7 @@ class Residuals(NamedTuple):
     shared_up: jax.Array
 
 
-# Which weight gradients are wanted; GradientBit of handlers.cc.
+# Which weight gradients are wanted; GradientBit of decode.h.
 GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN = 1, 2, 4, 8
 
 
@@ -252,30 +345,30 @@ def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, argume
     method = "sequential" if dims.ranks == 1 else None
     call = jax.ffi.ffi_call(target, results, vmap_method=method)
     run = functools.partial(call, **dims.attributes(context, gradients))
-    run = _no_derivative(run)
-    return list((run if dims.ranks == 1 else _no_vmap(run))(*arguments))
+    run = _no_derivative(run, dims.implementation)
+    return list((run if dims.ranks == 1 else _no_vmap(run, dims.implementation))(*arguments))
 
 
-def _no_derivative(run):
-    """Refuses derivatives of the call itself: `moe_host` has the first one, nothing has the second."""
+def _no_derivative(run, implementation: str):
+    """Refuses derivatives of the call itself: `moe_ffi` has the first one, nothing has the second."""
     wrapped = jax.custom_jvp(run)
 
     @wrapped.defjvp
     def refuse(primals, tangents):
         raise NotImplementedError(
-            'moe: implementation "host" has no second derivative; use implementation="xla" or "reference"'
+            f'moe: implementation "{implementation}" has no second derivative; use implementation="xla" or "reference"'
         )
 
     return wrapped
 
 
-def _no_vmap(run):
+def _no_vmap(run, implementation: str):
     wrapped = custom_vmap(run)
 
     @wrapped.def_vmap
     def refuse(axis_size, in_batched, *arguments):
         raise NotImplementedError(
-            'moe: vmap across the ranks of an expert axis is not supported by implementation "host"; '
+            f'moe: vmap across the ranks of an expert axis is not supported by implementation "{implementation}"; '
             'vmap inside the shard or use "xla"'
         )
 
@@ -293,7 +386,7 @@ def _bits(weights_wanted) -> int:
     )
 
 
-def moe_host(dims: Dims, place, x, ids, router_weights, experts, shared):
+def moe_ffi(dims: Dims, place, x, ids, router_weights, experts, shared):
     """y of one device's tokens; see `reference.moe_reference`. Weights may be float32 under a bfloat16 x.
 
     Args:
@@ -303,16 +396,16 @@ def moe_host(dims: Dims, place, x, ids, router_weights, experts, shared):
         hidden = x.shape[1]
         shapes = ((hidden, 0), (hidden, 0), (0, hidden))
         shared = tuple(jnp.zeros_like(x, shape=shape) for shape in shapes)
-    return _moe_host(dims, place, x, ids, router_weights, (*experts, *shared))
+    return _moe_ffi(dims, place, x, ids, router_weights, (*experts, *shared))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moe_host(dims, place, x, ids, router_weights, weights):
+def _moe_ffi(dims, place, x, ids, router_weights, weights):
     cast = [w.astype(x.dtype) for w in weights]
     return forward(dims, place, x, ids, router_weights, cast, context=False)[0]
 
 
-def _moe_host_forward(dims, place, x, ids, router_weights, weights):
+def _moe_ffi_forward(dims, place, x, ids, router_weights, weights):
     wanted = [a.perturbed for a in (x, router_weights, *weights)]
     place, x, ids, router_weights, weights = jax.tree.map(
         lambda a: a.value, (place, x, ids, router_weights, weights), is_leaf=lambda a: hasattr(a, "perturbed")
@@ -328,7 +421,7 @@ def _moe_host_forward(dims, place, x, ids, router_weights, weights):
     return checkpoint_name(y, "mok_out"), (place, x, ids, router_weights, weights, residuals, flags)
 
 
-def _moe_host_backward(dims, saved, d_y):
+def _moe_ffi_backward(dims, saved, d_y):
     place, x, ids, router_weights, weights, residuals, flags = saved
     x_wanted, router_wanted, *wanted = (bool(flags.shape[0] >> i & 1) for i in range(2 + len(weights)))
     if isinstance(d_y, SymbolicZero):
@@ -351,4 +444,4 @@ def _moe_host_backward(dims, saved, d_y):
     return None, d_x if x_wanted else None, None, d_router if router_wanted else None, d_weights
 
 
-_moe_host.defvjp(_moe_host_forward, _moe_host_backward, symbolic_zeros=True)
+_moe_ffi.defvjp(_moe_ffi_forward, _moe_ffi_backward, symbolic_zeros=True)

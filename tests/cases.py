@@ -5,7 +5,9 @@ and below a ceiling; judged for each tensor, and for each expert of a weight gra
 "reference" in float64.
 """
 
+import contextlib
 import functools
+import os
 from typing import NamedTuple
 
 import jax
@@ -16,7 +18,9 @@ from jax.sharding import AxisType
 
 import mok_jax
 
-IMPLEMENTATIONS = ("reference", "xla", "host")
+GPU = "cuda" in os.environ.get("JAX_PLATFORMS", "")  # conftest.py sees to it
+CPU_IMPLEMENTATIONS = ("reference", "xla", "host")
+IMPLEMENTATIONS = (*CPU_IMPLEMENTATIONS, "cuda") if GPU else CPU_IMPLEMENTATIONS
 
 # name: (dtype of x, dtype of the weights)
 DTYPES = {
@@ -35,8 +39,30 @@ CEILINGS = {"float32": 1e-5, "float64": 1e-13, "bfloat16": 2e-2}
 SMALL = dict(tokens=37, hidden=24, intermediate=40, shared=56, experts=6, top_k=3)
 ODD = dict(tokens=37, hidden=192, intermediate=320, shared=448, experts=6, top_k=3)
 
-# Many macrobatches even at SMALL: what only "host" looks at, and all accept.
+# Many macrobatches even at SMALL: what only "host" looks at, and all but "cuda" accept.
 TINY = mok_jax.MoKConfig(row_tile=8, minibatch=16, macrobatch=32)
+
+
+def tiny(implementation):
+    """The same for any implementation: "cuda" has one row tile, 128."""
+    return mok_jax.MoKConfig(minibatch=128, macrobatch=256) if implementation == "cuda" else TINY
+
+
+def sharpest(implementation):
+    """The entry of DTYPES that rounds least."""
+    return "f32" if implementation == "cuda" else "f64"
+
+
+def bound(implementation, tolerance):
+    """`tolerance` of a result in float64; what float32 allows for "cuda"."""
+    return 2e-5 if implementation == "cuda" else tolerance
+
+
+def on_device(implementation):
+    """The GPU for "cuda", a CPU device for the others, as the default device."""
+    if not GPU:
+        return contextlib.nullcontext()
+    return jax.default_device(jax.devices("cuda" if implementation == "cuda" else "cpu")[0])
 
 
 class Case(NamedTuple):
@@ -219,8 +245,9 @@ compiled = jax.jit(value_and_gradients, static_argnames=("implementation", "opti
 
 def run(case: Case, implementation, cotangent=None, **options) -> dict[str, np.ndarray]:
     """`value_and_gradients`, jitted once per shapes and options, awaited, on the host."""
-    cotangent = cotangent_of(case.x) if cotangent is None else cotangent
-    return jax.device_get(compiled(case, cotangent, implementation, tuple(sorted(options.items()))))
+    with on_device(implementation):
+        cotangent = cotangent_of(case.x) if cotangent is None else cotangent
+        return jax.device_get(compiled(case, cotangent, implementation, tuple(sorted(options.items()))))
 
 
 def exactly(case: Case, cotangent=None, limit=None) -> dict[str, np.ndarray]:
@@ -239,7 +266,8 @@ def exactly(case: Case, cotangent=None, limit=None) -> dict[str, np.ndarray]:
 @functools.cache
 def known(dtype, routing, limit=None, **sizes):
     """(case, plain, exact) of a case that several tests use."""
-    case = make_case(dtype, routing, **sizes)
+    with on_device("plain"):
+        case = make_case(dtype, routing, **sizes)
     plain = run(case, "plain", config=mok_jax.MoKConfig(swiglu_limit=limit))
     return case, plain, exactly(case, limit=limit)
 

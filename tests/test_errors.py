@@ -248,11 +248,11 @@ def test_a_bad_timeout_variable(monkeypatch):
 
 # ---- the choice of the implementation ----
 
-NAMES = "('host', 'xla', 'reference')"
+NAMES = "('cuda', 'host', 'xla', 'reference')"
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "found"), [("cuda", ValueError, "'cuda'"), ("", ValueError, "''"), (3, TypeError, "int 3")]
+    ("name", "error", "found"), [("gpu", ValueError, "'gpu'"), ("", ValueError, "''"), (3, TypeError, "int 3")]
 )
 def test_unknown_implementation(name, error, found):
     refuse_call(error, f"moe: implementation must be one of {NAMES} or None, got {found}", implementation=name)

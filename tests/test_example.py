@@ -116,7 +116,7 @@ def test_bad_input_ends_the_command_with_one_line():
         pytest.param("--learning-rate nan", "--learning-rate must be a finite number > 0, got nan", id="rate"),
         pytest.param(
             "--implementation fast",
-            "moe: implementation must be one of ('host', 'xla', 'reference') or None, got 'fast'",
+            "moe: implementation must be one of ('cuda', 'host', 'xla', 'reference') or None, got 'fast'",
             id="implementation",
         ),
         pytest.param("--tempo 3", "unrecognized arguments: --tempo 3", id="unknown"),

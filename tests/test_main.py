@@ -22,7 +22,8 @@ def test_command_in_a_process_of_its_own():
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
     rows = dict(line.split(None, 1) for line in result.stdout.splitlines())
-    for name in IMPLEMENTATIONS:
+    assert rows.pop('"cuda"') == "no: it needs CUDA devices, these are cpu"
+    for name in IMPLEMENTATIONS[1:]:
         assert rows[f'"{name}"'] == "yes"
     assert rows["chosen"] == '"host"'
     assert rows["jax"] == jax.__version__

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
-    IMPLEMENTATIONS,
+    CPU_IMPLEMENTATIONS,
     KINDS,
     TINY,
     Case,
@@ -27,7 +27,7 @@ from cases import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+implementations = pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS)
 
 SIZES = dict(tokens=24, hidden=12, intermediate=20, shared=28, experts=8, top_k=3)
 
@@ -95,7 +95,7 @@ MATRIX = [
 
 
 # "reference" has only an all-gather here: every third row.
-ROWS = [(i, *row) for i in IMPLEMENTATIONS for row in (MATRIX[::3] if i == "reference" else MATRIX)]
+ROWS = [(i, *row) for i in CPU_IMPLEMENTATIONS for row in (MATRIX[::3] if i == "reference" else MATRIX)]
 
 
 @pytest.mark.parametrize(

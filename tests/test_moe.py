@@ -1,5 +1,7 @@
 """moe() on one device: every implementation against "reference" in float64, values and gradients."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,6 @@ from cases import (
     ODD,
     PATTERNS,
     SMALL,
-    TINY,
     Case,
     assert_good,
     assert_same_bits,
@@ -19,6 +20,7 @@ from cases import (
     known,
     make_case,
     run,
+    tiny,
 )
 
 import mok_jax
@@ -32,7 +34,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("routing", PATTERNS)
 def test_routing_pattern(implementation, dtype, routing):
     case, plain, exact = known(dtype, routing, **SMALL)
-    assert_good(run(case, implementation, config=TINY), plain, exact, case.x.dtype.name)
+    assert_good(run(case, implementation, config=tiny(implementation)), plain, exact, case.x.dtype.name)
 
 
 @implementations
@@ -71,7 +73,7 @@ def test_exact_counts_around_the_default_tile(implementation, counts):
 def test_swiglu_limit(implementation):
     # Not in bfloat16: a gate that rounds to the limit has a gradient, the exact one has none.
     case, plain, exact = known("f32", "duplicates", limit=0.5, **SMALL)
-    config = mok_jax.MoKConfig(swiglu_limit=0.5, row_tile=8, minibatch=16, macrobatch=32)
+    config = dataclasses.replace(tiny(implementation), swiglu_limit=0.5)
     assert_good(run(case, implementation, config=config), plain, exact, "float32")
     assert np.abs(exact["y"] - known("f32", "duplicates", **SMALL)[2]["y"]).max() > 0.1
 
@@ -104,8 +106,8 @@ def test_swiglu_limit_passes_the_gradient_at_the_limit_and_not_beyond(implementa
 @dtypes
 def test_a_nan_row_stays_in_its_own_row(implementation, dtype):
     case, _, _ = known(dtype, "distinct", **SMALL)
-    clean = run(case, implementation, config=TINY)
-    bad = run(case._replace(x=case.x.at[5].set(jnp.nan)), implementation, config=TINY)
+    clean = run(case, implementation, config=tiny(implementation))
+    bad = run(case._replace(x=case.x.at[5].set(jnp.nan)), implementation, config=tiny(implementation))
     seen = np.asarray(case.expert_ids[5])
     others = np.delete(np.arange(SMALL["tokens"]), 5)
     unseen = np.setdiff1d(np.arange(SMALL["experts"]), seen)
@@ -124,8 +126,8 @@ def test_a_slot_without_expert_reads_nothing(implementation):
         x=case.x.at[-10:].set(jnp.nan),
         router_weights=jnp.where(case.expert_ids < 0, jnp.nan, case.router_weights),
     )
-    result = run(junk, implementation, config=TINY)
-    assert_same_bits(result, run(case, implementation, config=TINY))
+    result = run(junk, implementation, config=tiny(implementation))
+    assert_same_bits(result, run(case, implementation, config=tiny(implementation)))
     assert not result["y"][-10:].any()
     assert not result["d_x"][-10:].any()
     assert not result["d_router_weights"][-10:].any()
@@ -144,7 +146,9 @@ def test_an_expert_without_rows_is_not_read(implementation):
 @dtypes
 def test_the_same_inputs_give_the_same_bits(implementation, dtype):
     case, _, _ = known(dtype, "duplicates", **SMALL)
-    assert_same_bits(run(case, implementation, config=TINY), run(case, implementation, config=TINY))
+    assert_same_bits(
+        run(case, implementation, config=tiny(implementation)), run(case, implementation, config=tiny(implementation))
+    )
 
 
 # With gate = 64, silu(gate) is 64 and its derivative 1, both exactly: the sums below have exact answers.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import (
-    IMPLEMENTATIONS,
+    CPU_IMPLEMENTATIONS,
     SMALL,
     TINY,
     Case,
@@ -120,7 +120,7 @@ def test_two_threads_of_the_caller():
     assert_near(numbered(results), numbered(expected), 1e-12)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS)
 def test_meshes_of_other_devices_take_turns(implementation):
     devices = jax.devices()
     orders = [devices[:4], devices[4:], devices[3::-1], devices[:4]]

@@ -7,18 +7,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import (
+    GPU,
     IMPLEMENTATIONS,
-    TINY,
     Case,
     assert_near,
     assert_same_bits,
+    bound,
     call,
     cotangent_of,
     make_case,
     mesh_of,
     numbered,
+    on_device,
     refuse,
     run,
+    sharpest,
+    tiny,
     value_and_gradients,
 )
 from jax.sharding import AxisType, NamedSharding
@@ -28,12 +32,13 @@ import mok_jax
 from mok_jax import ops
 
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+COMPILED = ("host", "cuda") if GPU else ("host",)
 
 SIZES = dict(tokens=8, hidden=6, intermediate=10, shared=14, experts=4, top_k=2)
 
 
-def case_of(routing="duplicates", seed=0):
-    return make_case("f64", routing, seed, **SIZES)
+def case_of(implementation="reference", routing="duplicates", seed=0):
+    return make_case(sharpest(implementation), routing, seed, **SIZES)
 
 
 # ---- layers in a row ----
@@ -41,10 +46,10 @@ def case_of(routing="duplicates", seed=0):
 LAYERS = 3
 
 
-def stacked():
+def stacked(implementation="reference"):
     """x, ids and router weights of one case, and the weights of three layers."""
-    layers = [case_of(seed=seed)[3:] for seed in range(LAYERS)]
-    return case_of(), jax.tree.map(lambda *w: jnp.stack(w), *layers)
+    layers = [case_of(implementation, seed=seed)[3:] for seed in range(LAYERS)]
+    return case_of(implementation), jax.tree.map(lambda *w: jnp.stack(w), *layers)
 
 
 def with_residual(case, x, weights, implementation, **options):
@@ -82,17 +87,19 @@ def gradients(layers_to_x, case, layers):
 jitted_gradients = jax.jit(gradients, static_argnums=0)
 
 # A function's identity is its key in jit's cache: one for each implementation, for the whole file.
-SCANS = {name: lambda c, w, n=name: through_scan(c, w, n, config=TINY) for name in IMPLEMENTATIONS}
+SCANS = {name: lambda c, w, n=name: through_scan(c, w, n, config=tiny(n)) for name in IMPLEMENTATIONS}
 
 
 @functools.cache
 def expected_of_three_layers():
-    return jitted_gradients(lambda c, w: unrolled(c, w, "reference"), *stacked())
+    with on_device("reference"):
+        return jax.device_get(jitted_gradients(lambda c, w: unrolled(c, w, "reference"), *stacked()))
 
 
 @implementations
 def test_scan_over_layers(implementation):
-    assert_near(jitted_gradients(SCANS[implementation], *stacked()), expected_of_three_layers(), 1e-12)
+    result = jitted_gradients(SCANS[implementation], *stacked(implementation))
+    assert_near(result, expected_of_three_layers(), bound(implementation, 1e-12))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "host"])
@@ -112,21 +119,25 @@ def scan_with(policy, implementation, **options):
     def wrap(layer):
         return jax.checkpoint(layer, policy=POLICIES[policy])
 
-    return lambda c, w: through_scan(c, w, implementation, wrap, config=TINY, **options)
+    return lambda c, w: through_scan(c, w, implementation, wrap, config=tiny(implementation), **options)
 
 
 @implementations
 @pytest.mark.parametrize("policy", POLICIES)
 def test_checkpoint_changes_no_gradient(implementation, policy):
-    result = jitted_gradients(scan_with(policy, implementation), *stacked())
-    plain = jitted_gradients(SCANS[implementation], *stacked())
-    assert_near(result, plain, 1e-14)
+    result = jitted_gradients(scan_with(policy, implementation), *stacked(implementation))
+    plain = jitted_gradients(SCANS[implementation], *stacked(implementation))
+    assert_near(result, plain, bound(implementation, 1e-14))
 
 
-@pytest.mark.parametrize("mesh", [None, mesh_of()], ids=["one_device", "mesh"])
+PLACES = {"one_device": ("host", None), "mesh": ("host", mesh_of())} | ({"cuda": ("cuda", None)} if GPU else {})
+
+
+@pytest.mark.parametrize(("implementation", "mesh"), PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize(("policy", "forwards"), [("residuals", 1), ("nothing", 2)])
-def test_calls_under_checkpoint(policy, forwards, mesh):
-    text = jitted_gradients.lower(scan_with(policy, "host", mesh=mesh), *stacked()).compile().as_text()
+def test_calls_under_checkpoint(policy, forwards, implementation, mesh):
+    layers = scan_with(policy, implementation, mesh=mesh)
+    text = jitted_gradients.lower(layers, *stacked(implementation)).compile().as_text()
     calls = re.findall(r'custom_call_target="(mok_\w+)"', text)
     assert sorted(calls) == ["mok_backward"] + ["mok_forward"] * forwards
 
@@ -136,7 +147,7 @@ def test_calls_under_checkpoint(policy, forwards, mesh):
 
 @implementations
 def test_donated_x(implementation):
-    case = make_case("f64", **SIZES | dict(top_k=1))
+    case = make_case(sharpest(implementation), **SIZES | dict(top_k=1))
     layer = jax.jit(lambda x, rest: call(rest._replace(x=x), implementation), donate_argnums=0)
     expected = jax.jit(call, static_argnums=1)(case, implementation)
     x = jnp.copy(case.x)
@@ -146,7 +157,7 @@ def test_donated_x(implementation):
 
 @implementations
 def test_donated_weights_in_a_training_step(implementation):
-    case = case_of()
+    case = case_of(implementation)
 
     def step(experts, rest):
         def loss(experts):
@@ -170,9 +181,9 @@ def exported_and_called(function, *arguments):
 
 @implementations
 def test_export(implementation):
-    case = case_of()
+    case = case_of(implementation)
     result = exported_and_called(lambda case, dy: value_and_gradients(case, dy, implementation), case, case.x)
-    assert_near(result, run(case, "reference", case.x), 1e-12)
+    assert_near(result, run(case, "reference", case.x), bound(implementation, 1e-12))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "host"])
@@ -200,9 +211,9 @@ MAPPED = {
 }
 
 
-def batch_of(names):
+def batch_of(names, implementation="reference"):
     """A case whose named arrays have a leading axis, and the in_axes for it."""
-    cases = [case_of("distinct", seed) for seed in range(BATCH)]
+    cases = [case_of(implementation, "distinct", seed) for seed in range(BATCH)]
     both = jax.tree.map(lambda *values: jnp.stack(values), *cases)
     axes = Case(*(0 if name in names else None for name in Case._fields))
     return Case(*(getattr(both if name in names else cases[0], name) for name in Case._fields)), axes
@@ -219,26 +230,29 @@ def one_by_one(function, batch, axes):
 reference_y = jax.jit(lambda case: call(case, "reference"))
 
 
-def assert_mapped(layer, names):
+def assert_mapped(layer, names, implementation="reference"):
     """vmap of `layer(case)` gives the y of "reference" on one case after the other."""
-    batch, axes = batch_of(names)
+    batch, axes = batch_of(names, implementation)
     mapped = jax.device_get(jax.jit(jax.vmap(layer, in_axes=(axes,)))(batch))
-    assert_near({"y": mapped}, {"y": one_by_one(reference_y, batch, axes)}, 1e-13)
+    with on_device("reference"):
+        expected = jax.device_get(one_by_one(reference_y, batch, axes))
+    assert_near({"y": mapped}, {"y": expected}, bound(implementation, 1e-13))
 
 
 @implementations
 @pytest.mark.parametrize("names", MAPPED.values(), ids=MAPPED)
 def test_vmap_is_a_loop(implementation, names):
-    assert_mapped(lambda case: call(case, implementation), names)
+    assert_mapped(lambda case: call(case, implementation), names, implementation)
 
 
 @implementations
 @pytest.mark.parametrize("names", [MAPPED["x"], MAPPED["all"]], ids=["x", "all"])
 def test_vmap_of_the_gradient_is_a_loop(implementation, names):
-    batch, axes = batch_of(names)
-    cotangent = cotangent_of(case_of().x)
+    batch, axes = batch_of(names, implementation)
+    cotangent = cotangent_of(case_of(implementation).x)
     mapped = jax.vmap(lambda case: value_and_gradients(case, cotangent, implementation), in_axes=(axes,))
-    assert_near(jax.jit(mapped)(batch), one_by_one(lambda case: run(case, "reference", cotangent), batch, axes), 1e-13)
+    expected = one_by_one(lambda case: run(case, "reference", cotangent), batch, axes)
+    assert_near(jax.jit(mapped)(batch), jax.device_get(expected), bound(implementation, 1e-13))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -262,15 +276,16 @@ def test_vmap_over_data_ranks_of_host():
     assert_mapped(lambda case: call(case, "host", mesh=mesh), MAPPED["all"])
 
 
-def test_forward_mode_is_refused_by_host():
-    case = case_of()
+@pytest.mark.parametrize("implementation", COMPILED)
+def test_forward_mode_is_refused(implementation):
+    case = case_of(implementation)
     with pytest.raises(TypeError, match=r"forward-mode .*\(jvp\) to a custom_vjp function"):
-        jax.jvp(lambda x: call(case._replace(x=x), "host"), (case.x,), (case.x,))
+        jax.jvp(lambda x: call(case._replace(x=x), implementation), (case.x,), (case.x,))
 
 
 @implementations
 def test_nothing_is_promoted_silently(implementation):
-    case = case_of()
+    case = case_of(implementation)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         jax.eval_shape(lambda case, dy: value_and_gradients(case, dy, implementation), case, case.x)
 
