@@ -28,6 +28,7 @@
 #define MOK_TASKS_H_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "params.h"
 
@@ -48,10 +49,31 @@ struct Tiles {
   bool gathers;                // reads x and dy where they are if rows need not travel; else always by the ring
 };
 
-MOK_HD inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-MOK_HD inline int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
-MOK_HD inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
-MOK_HD inline int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
+// In the wider type of the two.
+template <typename A, typename B>
+MOK_HD constexpr std::common_type_t<A, B> CeilDiv(A a, B b) {
+  return (a + b - 1) / b;
+}
+template <typename A, typename B>
+MOK_HD constexpr std::common_type_t<A, B> RoundUp(A a, B b) {
+  return CeilDiv(a, b) * b;
+}
+template <typename A, typename B>
+MOK_HD constexpr std::common_type_t<A, B> Min(A a, B b) {
+  return a < b ? a : b;
+}
+template <typename A, typename B>
+MOK_HD constexpr std::common_type_t<A, B> Max(A a, B b) {
+  return a > b ? a : b;
+}
+
+// What tasks are counted in. On a GPU one warp decodes all tasks of a multiprocessor, and divides often:
+// there 64 bits would take several times as long. LaunchMegakernel checks that 32 are enough.
+#ifdef __CUDA_ARCH__
+using Index = int32_t;
+#else
+using Index = int64_t;
+#endif
 
 enum class Op : int32_t {
   kNone,
@@ -78,39 +100,39 @@ enum class Op : int32_t {
 
 // All of `count` counters from `counter` on must equal `target`.
 struct Wait {
-  int64_t counter;
-  int64_t count;
-  int64_t target;
+  Index counter;
+  Index count;
+  Index target;
 };
 
 struct Task {
   Op op = Op::kNone;
-  int64_t macrobatch = 0;
-  int64_t block = 0;   // row block (shared: token block); weight gradients: the first of the segment
-  int64_t blocks = 1;  // weight gradients: how many blocks of the segment
-  int64_t tile = 0;    // column tile; weight gradients: tile of the [rows, columns] grid, row-major
-  int64_t expert = 0;
+  Index macrobatch = 0;
+  Index block = 0;   // row block (shared: token block); weight gradients: the first of the segment
+  Index blocks = 1;  // weight gradients: how many blocks of the segment
+  Index tile = 0;    // column tile; weight gradients: tile of the [rows, columns] grid, row-major
+  Index expert = 0;
   bool carry_in = false;   // weight gradients: the expert began in an earlier macrobatch
   bool carry_out = false;  // ... and goes on in a later one
-  int64_t signal = -1;     // the counter that this task increments, or -1
+  Index signal = -1;       // the counter that this task increments, or -1
   int num_waits = 0;
   Wait waits[3] = {};
 
-  MOK_HD void WaitFor(int64_t counter, int64_t target, int64_t count = 1) {
+  MOK_HD void WaitFor(Index counter, Index target, Index count = 1) {
     if (count > 0 && target > 0) waits[num_waits++] = {counter, count, target};
   }
 };
 
 // Where each kind of counter begins; sized for any routing.
 struct CounterLayout {
-  int64_t x_ready, hidden_ready, out_ready, out_consumed, d_hidden_ready, gradient_done;
-  int64_t shared_hidden_ready, shared_d_hidden_ready, total;
+  Index x_ready, hidden_ready, out_ready, out_consumed, d_hidden_ready, gradient_done;
+  Index shared_hidden_ready, shared_d_hidden_ready, total;
 
   MOK_HD explicit CounterLayout(const Dims& d) {
-    const int64_t blocks = d.capacity / d.row_tile;
-    const int64_t minibatches = CeilDiv(d.capacity, d.minibatch);
-    const int64_t macrobatches = Max(1, CeilDiv(d.capacity, d.macrobatch));
-    const int64_t token_blocks = CeilDiv(d.tokens, d.row_tile);
+    const Index blocks = d.capacity / d.row_tile;
+    const Index minibatches = CeilDiv(d.capacity, d.minibatch);
+    const Index macrobatches = Max(1, CeilDiv(d.capacity, d.macrobatch));
+    const Index token_blocks = CeilDiv(d.tokens, d.row_tile);
     x_ready = 0;
     hidden_ready = x_ready + minibatches;
     out_ready = hidden_ready + blocks;
@@ -127,7 +149,12 @@ class TaskList {
  public:
   // row_offset: Schedule::row_offset; read by every call.
   MOK_HD TaskList(const Dims& dims, const Tiles& tiles, const Pass& pass, const int32_t* row_offset)
-      : dims_(dims), pass_(pass), row_offset_(row_offset), at_(dims) {
+      : context_(pass.context),
+        row_offset_(row_offset),
+        at_(dims),
+        row_tile_(static_cast<Index>(dims.row_tile)),
+        macrobatch_rows_(static_cast<Index>(dims.macrobatch)),
+        local_experts_(static_cast<Index>(dims.local_experts)) {
     pushes_ = dims.Exchanges();
     pulls_ = pushes_ || !tiles.gathers;
     parts_ = tiles.communication_rows == 0 ? 1 : CeilDiv(dims.row_tile, tiles.communication_rows);
@@ -154,31 +181,32 @@ class TaskList {
         shared && pass.shared_down_gradient ? Grid(dims.shared_intermediate, dims.hidden, tiles.down_gradient) : 0;
   }
 
-  MOK_HD int64_t NumCommunication() const { return ((pulls_ ? 1 : 0) + (pushes_ ? 1 : 0)) * blocks_ * parts_; }
-  MOK_HD int64_t NumCompute() const { return NumShared() + Before(macrobatches_); }
-  MOK_HD int64_t NumCounters() const { return at_.total; }
-  MOK_HD int64_t Macrobatches() const { return macrobatches_; }
-  MOK_HD int64_t DHiddenTiles() const { return d_width_tiles_; }  // partial sums of a row's <dh', h>
+  MOK_HD Index NumCommunication() const { return ((pulls_ ? 1 : 0) + (pushes_ ? 1 : 0)) * blocks_ * parts_; }
+  MOK_HD Index NumCompute() const { return NumShared() + Before(macrobatches_); }
+  MOK_HD Index NumCounters() const { return at_.total; }
+  MOK_HD Index Macrobatches() const { return macrobatches_; }
+  MOK_HD Index DHiddenTiles() const { return d_width_tiles_; }  // partial sums of a row's <dh', h>
   // The part of a block's `row_tile` rows that communication task `tile` moves: [first, first + rows).
-  MOK_HD int64_t PartRows() const { return CeilDiv(dims_.row_tile, parts_); }
+  MOK_HD Index PartRows() const { return CeilDiv(row_tile_, parts_); }
   MOK_HD bool Pulls() const { return pulls_; }
+  MOK_HD Index RowOffset(Index expert) const { return row_offset_[expert]; }
   // Whether gate and up of a macrobatch are computed in this pass (always in the forward pass).
-  MOK_HD bool Computes(int64_t macrobatch) const { return !backward_ || macrobatch > 0 || !pass_.context; }
+  MOK_HD bool Computes(Index macrobatch) const { return !backward_ || macrobatch > 0 || !context_; }
 
-  MOK_HD Task Communication(int64_t index) const {
+  MOK_HD Task Communication(Index index) const {
     Task task = backward_ ? BackwardCommunication(index / parts_) : ForwardCommunication(index / parts_);
     task.tile = index % parts_;
     return task;
   }
 
-  MOK_HD Task Compute(int64_t index) const {
+  MOK_HD Task Compute(Index index) const {
     if (index < NumShared()) return Shared(index);
     index -= NumShared();
     // The last macrobatch whose first task is not after this one. In the forward pass `step` counts
     // macrobatches in the order they run.
-    int64_t low = 0, high = macrobatches_ - 1;
+    Index low = 0, high = macrobatches_ - 1;
     while (low < high) {
-      const int64_t middle = (low + high + 1) / 2;
+      const Index middle = (low + high + 1) / 2;
       if (Before(middle) <= index) low = middle;
       else high = middle - 1;
     }
@@ -186,12 +214,12 @@ class TaskList {
   }
 
   // A counter's total when every task is done.
-  MOK_HD int64_t Expected(int64_t counter) const {
+  MOK_HD Index Expected(Index counter) const {
     if (counter < at_.hidden_ready) {
       return pulls_ ? BlocksInMinibatch(counter - at_.x_ready) * parts_ : 0;
     }
     if (counter < at_.out_ready) {
-      const int64_t block = counter - at_.hidden_ready;
+      const Index block = counter - at_.hidden_ready;
       return block < blocks_ && Computes(block / macrobatch_blocks_) ? width_tiles_ : 0;
     }
     if (counter < at_.out_consumed) return BlocksInMinibatch(counter - at_.out_ready) * hidden_tiles_;
@@ -201,8 +229,8 @@ class TaskList {
     }
     if (counter < at_.shared_hidden_ready) {
       if (!backward_) return 0;
-      for (int64_t m = 0; m < macrobatches_; ++m) {
-        const int64_t slot = counter - at_.gradient_done - m;
+      for (Index m = 0; m < macrobatches_; ++m) {
+        const Index slot = counter - at_.gradient_done - m;
         if (slot >= FirstExpert(m) && slot <= LastExpert(m)) return gradient_tiles_;
       }
       return 0;
@@ -214,10 +242,10 @@ class TaskList {
   }
 
   // The expert whose segment holds this row.
-  MOK_HD int64_t ExpertOf(int64_t row) const {
-    int64_t low = 0, high = dims_.local_experts - 1;  // the first expert that ends after the row
+  MOK_HD Index ExpertOf(Index row) const {
+    Index low = 0, high = local_experts_ - 1;  // the first expert that ends after the row
     while (low < high) {
-      const int64_t middle = (low + high) / 2;
+      const Index middle = (low + high) / 2;
       if (row_offset_[middle + 1] > row) high = middle;
       else low = middle + 1;
     }
@@ -225,55 +253,55 @@ class TaskList {
   }
 
  private:
-  MOK_HD static int64_t Grid(int64_t rows, int64_t columns, const Tiles::Shape& tile) {
+  MOK_HD static Index Grid(Index rows, Index columns, const Tiles::Shape& tile) {
     return CeilDiv(rows, tile.rows) * CeilDiv(columns, tile.columns);
   }
 
-  MOK_HD int64_t BlocksIn(int64_t macrobatch) const {
+  MOK_HD Index BlocksIn(Index macrobatch) const {
     return Min(macrobatch_blocks_, blocks_ - macrobatch * macrobatch_blocks_);
   }
-  MOK_HD int64_t BlocksInMinibatch(int64_t minibatch) const {
+  MOK_HD Index BlocksInMinibatch(Index minibatch) const {
     return Max(0, Min(minibatch_blocks_, blocks_ - minibatch * minibatch_blocks_));
   }
 
   // Experts of a macrobatch. An expert without rows belongs to the macrobatch where it would stand, so
   // that somebody stores its zero gradient. Expert e of macrobatch m has segment number e + m: each
   // boundary that no expert straddles leaves one number unused, a task that does nothing.
-  MOK_HD int64_t FirstExpert(int64_t macrobatch) const {
-    return macrobatch == 0 ? 0 : ExpertOf(macrobatch * dims_.macrobatch);
+  MOK_HD Index FirstExpert(Index macrobatch) const {
+    return macrobatch == 0 ? 0 : ExpertOf(macrobatch * macrobatch_rows_);
   }
-  MOK_HD bool Straddles(int64_t macrobatch) const {  // into this macrobatch from the one before
-    return macrobatch > 0 && row_offset_[FirstExpert(macrobatch)] < macrobatch * dims_.macrobatch;
+  MOK_HD bool Straddles(Index macrobatch) const {  // into this macrobatch from the one before
+    return macrobatch > 0 && row_offset_[FirstExpert(macrobatch)] < macrobatch * macrobatch_rows_;
   }
-  MOK_HD int64_t LastExpert(int64_t macrobatch) const {
-    if (macrobatch == macrobatches_ - 1) return dims_.local_experts - 1;
+  MOK_HD Index LastExpert(Index macrobatch) const {
+    if (macrobatch == macrobatches_ - 1) return local_experts_ - 1;
     return FirstExpert(macrobatch + 1) - (Straddles(macrobatch + 1) ? 0 : 1);
   }
 
   // Routed compute tasks before the step-th macrobatch that runs.
-  MOK_HD int64_t Before(int64_t step) const {
+  MOK_HD Index Before(Index step) const {
     if (step == 0) return 0;
     if (!backward_) {
-      const int64_t blocks = blocks_ - (macrobatches_ - step) * macrobatch_blocks_;
+      const Index blocks = blocks_ - (macrobatches_ - step) * macrobatch_blocks_;
       return blocks * (width_tiles_ + hidden_tiles_);
     }
-    const int64_t blocks = Min(step * macrobatch_blocks_, blocks_);
-    const int64_t replayed = Computes(0) ? blocks : blocks - BlocksIn(0);
-    const int64_t segments = step == macrobatches_ ? dims_.local_experts + macrobatches_ - 1 : FirstExpert(step) + step;
+    const Index blocks = Min(step * macrobatch_blocks_, blocks_);
+    const Index replayed = Computes(0) ? blocks : blocks - BlocksIn(0);
+    const Index segments = step == macrobatches_ ? local_experts_ + macrobatches_ - 1 : FirstExpert(step) + step;
     return blocks * (d_width_tiles_ + hidden_tiles_) + replayed * width_tiles_ + segments * gradient_tiles_;
   }
 
   // The stages that a block of this macrobatch goes through, and their tiles.
   struct Stages {
     Op op[3];
-    int64_t tiles[3];
+    Index tiles[3];
     int count = 0;
-    MOK_HD void Add(Op stage, int64_t stage_tiles) {
+    MOK_HD void Add(Op stage, Index stage_tiles) {
       op[count] = stage;
       tiles[count++] = stage_tiles;
     }
   };
-  MOK_HD Stages StagesOf(int64_t macrobatch) const {
+  MOK_HD Stages StagesOf(Index macrobatch) const {
     Stages stages;
     if (Computes(macrobatch)) stages.Add(Op::kGateUp, width_tiles_);
     if (backward_) stages.Add(Op::kDgradDown, d_width_tiles_);
@@ -282,8 +310,8 @@ class TaskList {
   }
 
   // Tasks of a macrobatch before its step-th step. Step t runs stage s of minibatch t - s, for each s.
-  MOK_HD int64_t BeforeStep(const Stages& stages, int64_t blocks, int64_t step) const {
-    int64_t tasks = 0;
+  MOK_HD Index BeforeStep(const Stages& stages, Index blocks, Index step) const {
+    Index tasks = 0;
     for (int s = 0; s < stages.count; ++s) {
       tasks += stages.tiles[s] * Min(Max(step - s, 0) * minibatch_blocks_, blocks);
     }
@@ -291,21 +319,21 @@ class TaskList {
   }
 
   // index: within the macrobatch.
-  MOK_HD Task Routed(int64_t macrobatch, int64_t index) const {
+  MOK_HD Task Routed(Index macrobatch, Index index) const {
     const Stages stages = StagesOf(macrobatch);
-    const int64_t blocks = BlocksIn(macrobatch), steps = CeilDiv(blocks, minibatch_blocks_) + stages.count - 1;
-    const int64_t in_blocks = BeforeStep(stages, blocks, steps);
+    const Index blocks = BlocksIn(macrobatch), steps = CeilDiv(blocks, minibatch_blocks_) + stages.count - 1;
+    const Index in_blocks = BeforeStep(stages, blocks, steps);
     if (index >= in_blocks) return WeightGradient(macrobatch, index - in_blocks);
-    int64_t low = 0, high = steps - 1;  // the last step whose first task is not after this one
+    Index low = 0, high = steps - 1;  // the last step whose first task is not after this one
     while (low < high) {
-      const int64_t middle = (low + high + 1) / 2;
+      const Index middle = (low + high + 1) / 2;
       if (BeforeStep(stages, blocks, middle) <= index) low = middle;
       else high = middle - 1;
     }
     index -= BeforeStep(stages, blocks, low);
     for (int s = 0; s < stages.count; ++s) {
-      const int64_t first = (low - s) * minibatch_blocks_;
-      const int64_t here = low < s ? 0 : Max(0, Min(minibatch_blocks_, blocks - first));
+      const Index first = (low - s) * minibatch_blocks_;
+      const Index here = low < s ? 0 : Max(0, Min(minibatch_blocks_, blocks - first));
       if (index < here * stages.tiles[s]) {
         return BlockTask(macrobatch, stages.op[s], macrobatch * macrobatch_blocks_ + first, here, index,
                          stages.tiles[s]);
@@ -316,12 +344,12 @@ class TaskList {
   }
 
   // Task `index` of one stage of a minibatch's blocks.
-  MOK_HD Task BlockTask(int64_t macrobatch, Op op, int64_t first, int64_t blocks, int64_t index, int64_t tiles) const {
+  MOK_HD Task BlockTask(Index macrobatch, Op op, Index first, Index blocks, Index index, Index tiles) const {
     Task task;
     task.macrobatch = macrobatch;
-    const int64_t group = index / (group_ * tiles);
+    const Index group = index / (group_ * tiles);
     index -= group * group_ * tiles;
-    const int64_t grouped = Min(group_, blocks - group * group_);
+    const Index grouped = Min(group_, blocks - group * group_);
     Place(&task, op, first + group * group_ + index % grouped, index / grouped);
     if (op == Op::kGateUp) {
       WaitForX(&task);
@@ -341,8 +369,8 @@ class TaskList {
     return task;
   }
 
-  MOK_HD Task WeightGradient(int64_t macrobatch, int64_t index) const {
-    const int64_t expert = FirstExpert(macrobatch) + index / gradient_tiles_;
+  MOK_HD Task WeightGradient(Index macrobatch, Index index) const {
+    const Index expert = FirstExpert(macrobatch) + index / gradient_tiles_;
     Task task;
     task.macrobatch = macrobatch;
     task.expert = expert;
@@ -353,10 +381,10 @@ class TaskList {
       task.op = Op::kGradDown;
       task.tile -= gate_up_gradient_tiles_;
     }
-    const int64_t start = macrobatch * dims_.macrobatch, end = start + dims_.macrobatch;
-    const int64_t first_row = Max(row_offset_[expert], start), last_row = Min(row_offset_[expert + 1], end);
-    task.block = first_row / dims_.row_tile;
-    task.blocks = Max(0, (last_row - first_row) / dims_.row_tile);
+    const Index start = macrobatch * macrobatch_rows_, end = start + macrobatch_rows_;
+    const Index first_row = Max(row_offset_[expert], start), last_row = Min(row_offset_[expert + 1], end);
+    task.block = first_row / row_tile_;
+    task.blocks = Max(0, (last_row - first_row) / row_tile_);
     task.carry_in = row_offset_[expert] < start && row_offset_[expert + 1] > start;
     task.carry_out = row_offset_[expert + 1] > end;
     task.WaitFor(at_.d_hidden_ready + task.block, d_width_tiles_, task.blocks);
@@ -364,7 +392,7 @@ class TaskList {
       task.WaitFor(at_.gradient_done + expert + macrobatch - 1, gradient_tiles_);
     } else if (task.carry_out) {
       // There is one carry: the expert that came in last, here or earlier, must have read it.
-      int64_t last = macrobatch;
+      Index last = macrobatch;
       while (last > 0 && !Straddles(last)) --last;
       if (last > 0) task.WaitFor(at_.gradient_done + FirstExpert(last) + last, gradient_tiles_);
     }
@@ -372,43 +400,43 @@ class TaskList {
     return task;
   }
 
-  MOK_HD Task ForwardCommunication(int64_t index) const {
+  MOK_HD Task ForwardCommunication(Index index) const {
     // Dispatch of the last macrobatch; then, for each earlier one, its dispatch alternating with the
     // combine of the one after it; then the combine of macrobatch 0.
-    const int64_t last = BlocksIn(macrobatches_ - 1);
+    const Index last = BlocksIn(macrobatches_ - 1);
     if (!pushes_) {
-      const int64_t step = index < last ? 0 : 1 + (index - last) / macrobatch_blocks_;
-      const int64_t before = step == 0 ? 0 : last + (step - 1) * macrobatch_blocks_;
+      const Index step = index < last ? 0 : 1 + (index - last) / macrobatch_blocks_;
+      const Index before = step == 0 ? 0 : last + (step - 1) * macrobatch_blocks_;
       return Dispatch((macrobatches_ - 1 - step) * macrobatch_blocks_ + index - before);
     }
     if (index < last) return Dispatch((macrobatches_ - 1) * macrobatch_blocks_ + index);
     index -= last;
-    int64_t macrobatch = macrobatches_ - 2;  // to dispatch
-    int64_t combines = last;                 // of the macrobatch after it
+    Index macrobatch = macrobatches_ - 2;  // to dispatch
+    Index combines = last;                 // of the macrobatch after it
     if (macrobatch >= 0 && index >= combines + macrobatch_blocks_) {
       index -= combines + macrobatch_blocks_;
       combines = macrobatch_blocks_;
-      const int64_t skip = Min(index / (2 * macrobatch_blocks_), macrobatch);
+      const Index skip = Min(index / (2 * macrobatch_blocks_), macrobatch);
       index -= skip * 2 * macrobatch_blocks_;
       macrobatch -= 1 + skip;
     }
-    const int64_t first_combine = (macrobatch + 1) * macrobatch_blocks_;
+    const Index first_combine = (macrobatch + 1) * macrobatch_blocks_;
     if (macrobatch < 0) return Combine(first_combine + index);
-    const int64_t first_dispatch = macrobatch * macrobatch_blocks_;
+    const Index first_dispatch = macrobatch * macrobatch_blocks_;
     if (index >= 2 * combines) return Dispatch(first_dispatch + index - combines);
     return index % 2 == 0 ? Combine(first_combine + index / 2) : Dispatch(first_dispatch + index / 2);
   }
 
-  MOK_HD Task BackwardCommunication(int64_t index) const {
+  MOK_HD Task BackwardCommunication(Index index) const {
     if (!pushes_) return Dispatch(index);
-    const int64_t macrobatch = index / (2 * macrobatch_blocks_);
+    const Index macrobatch = index / (2 * macrobatch_blocks_);
     index -= macrobatch * 2 * macrobatch_blocks_;
-    const int64_t first = macrobatch * macrobatch_blocks_, blocks = BlocksIn(macrobatch);
+    const Index first = macrobatch * macrobatch_blocks_, blocks = BlocksIn(macrobatch);
     return index < blocks ? Dispatch(first + index) : Combine(first + index - blocks);
   }
 
   // Pulls a block's rows into the ring.
-  MOK_HD Task Dispatch(int64_t block) const {
+  MOK_HD Task Dispatch(Index block) const {
     Task task;
     task.macrobatch = block / macrobatch_blocks_;
     Place(&task, backward_ ? Op::kReverseCombine : Op::kDispatch, block, 0);
@@ -418,7 +446,7 @@ class TaskList {
   }
 
   // Pushes a block's result rows to the ranks they came from.
-  MOK_HD Task Combine(int64_t block) const {
+  MOK_HD Task Combine(Index block) const {
     Task task;
     task.macrobatch = block / macrobatch_blocks_;
     Place(&task, backward_ ? Op::kReverseDispatch : Op::kCombine, block, 0);
@@ -429,7 +457,7 @@ class TaskList {
 
   // The block's x (and dy) rows are there; what is gathered instead only needs its ring rows free.
   MOK_HD void WaitForX(Task* task) const {
-    const int64_t minibatch = MinibatchOf(task->block);
+    const Index minibatch = MinibatchOf(task->block);
     if (pulls_) task->WaitFor(at_.x_ready + minibatch, BlocksInMinibatch(minibatch) * parts_);
     else WaitForRing(task);
   }
@@ -437,46 +465,46 @@ class TaskList {
   // Everything that read the ring rows of this block before has done so: the predecessor's minibatch is
   // out (so its x, h and gradients of h are read), and in the backward pass so are its weight gradients.
   MOK_HD void WaitForRing(Task* task) const {
-    const int64_t before = Predecessor(task->block);
+    const Index before = Predecessor(task->block);
     if (before < 0) return;
     task->WaitFor(at_.out_ready + MinibatchOf(before), BlocksInMinibatch(MinibatchOf(before)) * hidden_tiles_);
     if (backward_) {
-      const int64_t segment = ExpertOf(before * dims_.row_tile) + before / macrobatch_blocks_;
+      const Index segment = ExpertOf(before * row_tile_) + before / macrobatch_blocks_;
       task->WaitFor(at_.gradient_done + segment, gradient_tiles_);
     }
   }
 
   // The predecessor's result rows have left the ring.
   MOK_HD void WaitForPush(Task* task) const {
-    const int64_t before = Predecessor(task->block);
+    const Index before = Predecessor(task->block);
     if (pushes_ && before >= 0) task->WaitFor(at_.out_consumed + before, parts_);
   }
 
-  MOK_HD int64_t Predecessor(int64_t block) const {
-    const int64_t before = backward_ ? block - macrobatch_blocks_ : block + macrobatch_blocks_;
+  MOK_HD Index Predecessor(Index block) const {
+    const Index before = backward_ ? block - macrobatch_blocks_ : block + macrobatch_blocks_;
     return before >= 0 && before < blocks_ ? before : -1;
   }
-  MOK_HD int64_t MinibatchOf(int64_t block) const { return block / minibatch_blocks_; }
+  MOK_HD Index MinibatchOf(Index block) const { return block / minibatch_blocks_; }
 
-  MOK_HD void Place(Task* task, Op op, int64_t block, int64_t tile) const {
+  MOK_HD void Place(Task* task, Op op, Index block, Index tile) const {
     task->op = op;
     task->block = block;
     task->tile = tile;
-    task->expert = ExpertOf(task->block * dims_.row_tile);
+    task->expert = ExpertOf(task->block * row_tile_);
   }
 
   // ---- the shared expert: all tokens, first in the list, waits for nobody else ----
 
-  MOK_HD int64_t NumShared() const {
-    const int64_t gate_up = Computes(0) ? shared_width_tiles_ : 0;
-    const int64_t d_down = backward_ ? shared_d_width_tiles_ : 0;
+  MOK_HD Index NumShared() const {
+    const Index gate_up = Computes(0) ? shared_width_tiles_ : 0;
+    const Index d_down = backward_ ? shared_d_width_tiles_ : 0;
     return token_blocks_ * (gate_up + d_down + hidden_tiles_) +
            (backward_ ? shared_gate_up_gradient_tiles_ + shared_down_gradient_tiles_ : 0);
   }
 
-  MOK_HD Task Shared(int64_t index) const {
-    const int64_t gate_up = Computes(0) ? shared_width_tiles_ : 0;
-    const int64_t d_down = backward_ ? shared_d_width_tiles_ : 0;
+  MOK_HD Task Shared(Index index) const {
+    const Index gate_up = Computes(0) ? shared_width_tiles_ : 0;
+    const Index d_down = backward_ ? shared_d_width_tiles_ : 0;
     Task task;
     if (index < token_blocks_ * gate_up) {
       PlaceShared(&task, Op::kSharedGateUp, index, gate_up);
@@ -499,24 +527,24 @@ class TaskList {
     return task;
   }
 
-  MOK_HD void PlaceShared(Task* task, Op op, int64_t index, int64_t tiles) const {
+  MOK_HD void PlaceShared(Task* task, Op op, Index index, Index tiles) const {
     task->op = op;
-    const int64_t group = index / (group_ * tiles);
+    const Index group = index / (group_ * tiles);
     index -= group * group_ * tiles;
-    const int64_t grouped = Min(group_, token_blocks_ - group * group_);
+    const Index grouped = Min(group_, token_blocks_ - group * group_);
     task->block = group * group_ + index % grouped;
     task->tile = index / grouped;
   }
 
-  Dims dims_;
-  Pass pass_;
+  bool context_;
   const int32_t* row_offset_;
   CounterLayout at_;
+  Index row_tile_, macrobatch_rows_, local_experts_;
   bool pulls_, pushes_, backward_;
-  int64_t parts_, group_;
-  int64_t blocks_, minibatch_blocks_, macrobatch_blocks_, macrobatches_;
-  int64_t width_tiles_, d_width_tiles_, hidden_tiles_, gate_up_gradient_tiles_, down_gradient_tiles_, gradient_tiles_;
-  int64_t token_blocks_, shared_width_tiles_, shared_d_width_tiles_, shared_gate_up_gradient_tiles_,
+  Index parts_, group_;
+  Index blocks_, minibatch_blocks_, macrobatch_blocks_, macrobatches_;
+  Index width_tiles_, d_width_tiles_, hidden_tiles_, gate_up_gradient_tiles_, down_gradient_tiles_, gradient_tiles_;
+  Index token_blocks_, shared_width_tiles_, shared_d_width_tiles_, shared_gate_up_gradient_tiles_,
       shared_down_gradient_tiles_;
 };
 

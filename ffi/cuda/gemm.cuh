@@ -102,9 +102,9 @@ __host__ __device__ inline Op RoutedOp(Op op) {  // what it computes, whosever i
                       : op;
 }
 
-// step: elements of one step along the contraction.
-__device__ inline void Describe(const Params& p, const TaskList& list, const Tiles& tiles, const Task& task, int step,
-                                Work* work) {
+// row_count: Schedule::row_count or a copy. step: elements of one step along the contraction.
+__device__ inline void Describe(const Params& p, const TaskList& list, const int32_t* row_count, const Tiles& tiles,
+                                const Task& task, int step, Work* work) {
   const Dims& d = p.dims;
   const bool shared = IsShared(task.op), pulls = list.Pulls();
   const int width = static_cast<int>(shared ? d.shared_intermediate : d.intermediate);
@@ -126,7 +126,7 @@ __device__ inline void Describe(const Params& p, const TaskList& list, const Til
     w.count = static_cast<int32_t>(Min(d.row_tile, d.tokens - first_row));
   } else {
     w.row = static_cast<int32_t>(first_row - task.macrobatch * d.macrobatch);
-    const int64_t end = p.schedule.row_offset[task.expert] + p.schedule.row_count[task.expert];
+    const int end = list.RowOffset(task.expert) + row_count[task.expert];
     w.count = static_cast<int32_t>(Max(0, Min(d.row_tile, end - first_row)));
   }
   // A gathered row is named by its place in the schedule, any other by its place in its matrix.
@@ -165,7 +165,7 @@ __device__ inline void Describe(const Params& p, const TaskList& list, const Til
       if (shared) {
         rows = d.tokens;
       } else if (task.blocks > 0) {
-        rows = Min(rows, p.schedule.row_offset[task.expert] + p.schedule.row_count[task.expert] - first_row);
+        rows = Min(rows, list.RowOffset(task.expert) + row_count[task.expert] - first_row);
       }
       if (of_down) {
         g = {{h, h, w.m, w.row, 0, false}, {d_y, d_y, w.column, row, 0, gathered}, steps(rows), g.split, false};

@@ -155,7 +155,7 @@ __device__ __forceinline__ void Multiply(const Params& p, const Matrices& matric
 template <typename S>
 __device__ void MoveRows(const Params& p, const PeerTable& peers, const TaskList& list, const Task& task) {
   const Dims& d = p.dims;
-  const Moved moved = MovedBy(p, list, task);
+  const Moved moved = MovedBy(p, list, p.schedule.row_count, task);
   const int64_t routes = d.Routes(), row_bytes = d.hidden * static_cast<int64_t>(sizeof(S));
   const bool pulls = task.op == Op::kDispatch || task.op == Op::kReverseCombine;
   const auto row = [row_bytes](const void* base, int64_t index) {
@@ -191,12 +191,13 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const TaskList
     if (!pulls) copy(row(p.ring.out, ring_row), row(peer.returned, source % routes));
     if (task.op == Op::kReverseDispatch && threadIdx.x == 0) {
       static_cast<float*>(peer.returned_d_weights)[source % routes] =
-          Stages<S>::SumPartials(p, ring_row, static_cast<int>(list.DHiddenTiles()));
+          Stages<S, true>::SumPartials(p, ring_row, static_cast<int>(list.DHiddenTiles()));
     }
   }
 }
 
-template <typename S>
+// whole: see Stages.
+template <typename S, bool whole>
 __global__ void __launch_bounds__(kThreads, 1)
     PortableKernel(const __grid_constant__ Params p, const __grid_constant__ PeerTable peers,
                    const __grid_constant__ Matrices matrices, const __grid_constant__ Launch launch) {
@@ -209,17 +210,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The lowest CTAs, which start first, move rows, if any rows move.
   const bool moves = list.NumCommunication() > 0 && blockIdx.x < launch.num_comm_sms;
   const int64_t tasks = moves ? list.NumCommunication() : list.NumCompute();
-  const Stages<S> stages(p, warp, lane);
+  const Stages<S, whole> stages(p, warp, lane);
   for (;;) {
     if (warp == 0) {
-      const int64_t ticket = TakeTicket(p, moves ? kCommunicationTicket : kComputeTicket, lane);
+      const int ticket = __shfl_sync(~0u, TakeTicket(p, moves ? kCommunicationTicket : kComputeTicket, lane), 0);
       bool fine = ticket < tasks;
       if (fine) {
         const Task task = moves ? list.Communication(ticket) : list.Compute(ticket);
         fine = WaitForCounters(p, launch, task, lane);
         if (fine && lane == 0) {
           if (moves) s.work.task = task;
-          else Describe(p, list, tiles, task, kStep<S>, &s.work);
+          else Describe(p, list, p.schedule.row_count, tiles, task, kStep<S>, &s.work);
         }
       }
       if (lane == 0) s.fine = fine;
@@ -253,29 +254,33 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <typename S>
-const char* LoadKernel() {
-  const cudaError_t error =
-      cudaFuncSetAttribute(PortableKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+using Kernel = void (*)(Params, PeerTable, Matrices, Launch);
+
+Kernel KernelFor(ScalarType type, bool whole) {
+  if (type == ScalarType::kFloat32) return whole ? PortableKernel<float, true> : PortableKernel<float, false>;
+  return whole ? PortableKernel<BFloat16, true> : PortableKernel<BFloat16, false>;
 }
 
 }  // namespace
 
 const char* LoadPortableKernels() {
-  const char* error = LoadKernel<float>();
-  return error == nullptr ? LoadKernel<BFloat16>() : error;
+  for (const ScalarType type : {ScalarType::kFloat32, ScalarType::kBFloat16}) {
+    for (const bool whole : {false, true}) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(KernelFor(type, whole), cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+      if (error != cudaSuccess) return cudaGetErrorString(error);
+    }
+  }
+  return nullptr;
 }
 
 const char* LaunchPortableKernel(const Params& params, const PeerTable& peers, const Matrices& matrices,
                                  const Launch& launch, cudaStream_t stream) {
   Launch filled = launch;
   if (filled.num_comm_sms == 0) filled.num_comm_sms = (launch.sms + 7) / 8;
-  if (params.type == ScalarType::kFloat32) {
-    PortableKernel<float><<<launch.sms, kThreads, kSharedBytes, stream>>>(params, peers, matrices, filled);
-  } else {
-    PortableKernel<BFloat16><<<launch.sms, kThreads, kSharedBytes, stream>>>(params, peers, matrices, filled);
-  }
+  const Dims& d = params.dims;
+  const bool whole = d.hidden % 8 == 0 && d.intermediate % 8 == 0 && d.shared_intermediate % 8 == 0;
+  KernelFor(params.type, whole)<<<launch.sms, kThreads, kSharedBytes, stream>>>(params, peers, matrices, filled);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

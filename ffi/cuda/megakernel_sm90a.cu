@@ -1,9 +1,10 @@
 // The megakernel for Hopper: bfloat16, persistent, one CTA an SM. Launched by megakernel.cu.
 //
 // Warps of a CTA: 0 brings boxes to shared memory by the copy engine; 1 takes tickets, waits for their
-// counters and describes the tasks, one ahead; 2 and 3 move rows (dispatch, combine and their reverses)
-// through buffers of their own; 4 to 11 are two warpgroups that multiply 64 rows each and finish the tile.
-// The warpgroups are not tied to each other, so one multiplies while the other finishes.
+// counters and describes the tasks, one ahead; 2 moves rows (dispatch, combine and their reverses) through
+// buffers of its own; 3 signals finished tasks, whose fence would hold up a warp that multiplies; 4 to 11 are
+// two warpgroups that multiply 64 rows each and finish the tile. The warpgroups are not tied to each other,
+// so one multiplies while the other finishes.
 #include "gemm.cuh"
 #include "megakernel_sm90a.h"
 #include "ptx.cuh"
@@ -18,21 +19,28 @@ constexpr int kStages = 4, kStep = 64;      // of the pipeline; elements of the 
 constexpr int kBoxBytes = 64 * 128;         // 64 rows of 64 bfloat16
 constexpr int kStageBytes = 6 * kBoxBytes;  // two boxes of A, four of B
 constexpr int kWorkSlots = 2;
-constexpr int kMoveWarps = 2, kMoveBuffers = 4, kMoveBytes = 2048;
-constexpr int kLag = 2;  // pieces on their way in while another goes out
+constexpr int kCachedExperts = 512;
+// Careful: more than the CTA was launched with (65536 / 384, rounded down to a multiple of 8) and the second
+// warpgroup waits for registers for ever.
+constexpr int kLaunchRegisters = 168, kOtherRegisters = 72, kMathRegisters = 216;
+static_assert(kOtherRegisters + 2 * kMathRegisters <= 3 * kLaunchRegisters, "no registers are to be had");
+constexpr int kMoveBuffers = 6, kMoveBytes = 4096;
+constexpr int kLag = 4;  // pieces on their way in while another goes out
 static_assert(kLag < kMoveBuffers, "a piece's buffer must be free when it comes in");
 
 struct Shared {
   uint8_t stages[kStages][kStageBytes];  // 1024-byte aligned: the swizzle counts from there
-  uint8_t moves[kMoveWarps][kMoveBuffers][kMoveBytes];
+  uint8_t moves[kMoveBuffers][kMoveBytes];
   uint8_t zeros[kMoveBytes];
+  int32_t row_offset[kCachedExperts + 1], row_count[kCachedExperts];  // copies, if all experts fit
   Work work[kWorkSlots];
   // full: the copy engine's bytes (1 arrival), waited for by the math warps; empty: the math warps (8), by
-  // the copying warp. work_full: the ticket warp (1), by those two; work_empty: those two (9), by the ticket
-  // warp. moved: the copy engine's bytes (1), by the moving warp.
-  uint64_t full[kStages], empty[kStages], work_full[kWorkSlots], work_empty[kWorkSlots];
-  uint64_t moved[kMoveWarps][kMoveBuffers];
-  uint32_t finished[kWorkSlots];  // warpgroups that have finished the slot's tasks, ever
+  // the copying warp. work_full: the ticket warp (1), by all that work on the slot; finished: the math warps
+  // (8), by the signalling warp; work_empty: the copying and the signalling warp (2), by the ticket warp.
+  // moved: the copy engine's bytes (1), by the moving warp.
+  uint64_t full[kStages], empty[kStages];
+  uint64_t work_full[kWorkSlots], finished[kWorkSlots], work_empty[kWorkSlots];
+  uint64_t moved[kMoveBuffers];
 };
 constexpr int kSharedBytes = sizeof(Shared) + 1024;
 static_assert(kSharedBytes <= 232448, "a CTA of sm_90 has 227 KiB");
@@ -47,6 +55,17 @@ struct Cursor {
       at = 0;
       parity ^= 1;
     }
+  }
+};
+
+// Where row offsets and counts are read: waiting for counters empties the first level cache again and again.
+struct Rows {
+  const int32_t *offset, *count;
+
+  __device__ Rows(const Params& p, const Shared& s) {
+    const bool cached = p.dims.local_experts <= kCachedExperts;
+    offset = cached ? s.row_offset : p.schedule.row_offset;
+    count = cached ? s.row_count : p.schedule.row_count;
   }
 };
 
@@ -81,15 +100,31 @@ __device__ void Copy(const Maps& maps, Shared& s) {
 
 // ---- warp 1: tickets ----
 
+// What the input gradient of h will read when its product is done, long after it left the cache.
+__device__ void Prefetch(const Params& p, const Work& w, int lane) {
+  const Stages<BFloat16, true> stages(p, 0, 0);
+  const int64_t width = w.shared ? p.dims.shared_intermediate : p.dims.intermediate;
+  const int bytes = static_cast<int>(2 * Min(kTileN, width - w.column));
+  for (int row = lane; row < w.count; row += 32) {
+    const int64_t at = (static_cast<int64_t>(w.row) + row) * width + w.column;
+    for (const void* from : {stages.Gate(w), stages.Up(w)}) {
+      ptx::PrefetchBulk(static_cast<const BFloat16*>(from) + at, bytes);
+    }
+  }
+}
+
 __device__ void HandOut(const Params& p, const Launch& launch, Shared& s, int lane) {
   const Tiles tiles = TilesOf(Path::kHopper);
-  const TaskList list(p.dims, tiles, p.pass, p.schedule.row_offset);
-  const int64_t tasks = list.NumCompute();
+  const Rows rows(p, s);
+  const TaskList list(p.dims, tiles, p.pass, rows.offset);
+  const int tasks = list.NumCompute();
+  int ahead = TakeTicket(p, kComputeTicket, lane);  // one ticket ahead, which hides the atomic's way
   for (Cursor<kWorkSlots> slot;; slot.Next()) {
     Task task;
-    int64_t ticket;
+    int ticket;
     do {
-      ticket = TakeTicket(p, kComputeTicket, lane);
+      ticket = __shfl_sync(~0u, ahead, 0);
+      ahead = TakeTicket(p, kComputeTicket, lane);
       task = ticket < tasks ? list.Compute(ticket) : Task{};
     } while (ticket < tasks && task.op == Op::kNone);
     if (!WaitForCounters(p, launch, task, lane)) task = Task{};
@@ -98,16 +133,17 @@ __device__ void HandOut(const Params& p, const Launch& launch, Shared& s, int la
       if (task.op == Op::kNone) {
         s.work[slot.at].task.op = Op::kNone;
       } else {
-        Describe(p, list, tiles, task, kStep, &s.work[slot.at]);
+        Describe(p, list, rows.count, tiles, task, kStep, &s.work[slot.at]);
       }
       ptx::BarrierArrive(ptx::Shared(&s.work_full[slot.at]));
     }
     __syncwarp();
     if (task.op == Op::kNone) return;
+    if (RoutedOp(task.op) == Op::kDgradDown) Prefetch(p, s.work[slot.at], lane);
   }
 }
 
-// ---- warps 2 and 3: moving rows ----
+// ---- warp 2: moving rows ----
 
 // Copies through shared memory, in pieces, by one thread. Only the copy engine touches the data.
 class Mover {
@@ -170,20 +206,20 @@ class Mover {
   bool loaded_[kLag] = {};
 };
 
-__device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& launch, Shared& s, int mover_index,
-                         int lane) {
+__device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& launch, Shared& s, int lane) {
   const Tiles tiles = TilesOf(Path::kHopper);
-  const TaskList list(p.dims, tiles, p.pass, p.schedule.row_offset);
+  const Rows rows(p, s);
+  const TaskList list(p.dims, tiles, p.pass, rows.offset);
   const Dims& d = p.dims;
   const int64_t tasks = list.NumCommunication(), routes = d.Routes(), row_bytes = d.hidden * 2;
-  Mover mover(s.moves[mover_index], s.moved[mover_index], s.zeros);
+  Mover mover(s.moves, s.moved, s.zeros);
   const auto row = [row_bytes](const void* base, int64_t index) {
     return const_cast<char*>(static_cast<const char*>(base)) + index * row_bytes;
   };
-  for (int64_t ticket; (ticket = TakeTicket(p, kCommunicationTicket, lane)) < tasks;) {
+  for (int ticket; (ticket = __shfl_sync(~0u, TakeTicket(p, kCommunicationTicket, lane), 0)) < tasks;) {
     const Task task = list.Communication(ticket);
     if (!WaitForCounters(p, launch, task, lane)) return;
-    const Moved moved = MovedBy(p, list, task);
+    const Moved moved = MovedBy(p, list, rows.count, task);
     const int32_t* sources = p.schedule.row_source + moved.first;
     const bool pulls = task.op == Op::kDispatch || task.op == Op::kReverseCombine;
     if (lane == 0) {
@@ -211,12 +247,25 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
         static_cast<float*>(p.ring.weights)[ring_row] = static_cast<const float*>(peer.router_weights)[source % routes];
       } else if (task.op == Op::kReverseDispatch) {
         static_cast<float*>(peer.returned_d_weights)[source % routes] =
-            Stages<BFloat16>::SumPartials(p, ring_row, static_cast<int>(list.DHiddenTiles()));
+            Stages<BFloat16, true>::SumPartials(p, ring_row, static_cast<int>(list.DHiddenTiles()));
       }
     }
     __threadfence();
     __syncwarp();
     if (lane == 0) Signal(p, task);
+  }
+}
+
+// ---- warp 3: signals ----
+
+__device__ void SignalFinished(const Params& p, Shared& s) {
+  for (Cursor<kWorkSlots> slot;; slot.Next()) {
+    ptx::BarrierWait(ptx::Shared(&s.work_full[slot.at]), slot.parity);
+    const Task& task = s.work[slot.at].task;
+    if (task.op == Op::kNone) return;
+    ptx::BarrierWait(ptx::Shared(&s.finished[slot.at]), slot.parity);
+    Signal(p, task);
+    ptx::BarrierArrive(ptx::Shared(&s.work_empty[slot.at]));
   }
 }
 
@@ -256,7 +305,7 @@ __device__ __forceinline__ void Multiply(Shared& s, Cursor<kStages>& stage, int 
 __device__ void Calculate(const Params& p, Shared& s, int warp, int lane) {
   using ptx::Major;
   const int group = warp / 4;
-  const Stages<BFloat16> stages(p, warp, lane);
+  const Stages<BFloat16, true> stages(p, warp, lane);
   Cursor<kStages> stage;
   float sum[kSums];
   for (Cursor<kWorkSlots> slot;; slot.Next()) {
@@ -274,15 +323,8 @@ __device__ void Calculate(const Params& p, Shared& s, int warp, int lane) {
       Multiply<Major::kMn, Major::kMn, true>(s, stage, steps, group, lane, sum);
     }
     stages.End(w, sum);
-    // Orders the tile's stores before copies by other CTAs that wait for the signal.
-    ptx::FenceProxyAsync();
-    ptx::NamedBarrier(1 + group, 128);
-    if (warp % 4 == 0 && lane == 0) {
-      __threadfence();
-      if (atomicAdd_block(&s.finished[slot.at], 1u) % 2 == 1) Signal(p, w.task);
-    }
     __syncwarp();
-    if (lane == 0) ptx::BarrierArrive(ptx::Shared(&s.work_empty[slot.at]));
+    if (lane == 0) ptx::BarrierArrive(ptx::Shared(&s.finished[slot.at]));
   }
 }
 
@@ -299,28 +341,34 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kWorkSlots; ++i) {
       ptx::BarrierInit(ptx::Shared(&s.work_full[i]), 1);
-      ptx::BarrierInit(ptx::Shared(&s.work_empty[i]), kMathWarps + 1);
-      s.finished[i] = 0;
+      ptx::BarrierInit(ptx::Shared(&s.finished[i]), kMathWarps);
+      ptx::BarrierInit(ptx::Shared(&s.work_empty[i]), 2);
     }
-    for (auto& barriers : s.moved) {
-      for (auto& barrier : barriers) ptx::BarrierInit(ptx::Shared(&barrier), 1);
-    }
+    for (auto& barrier : s.moved) ptx::BarrierInit(ptx::Shared(&barrier), 1);
     ptx::BarrierInitFence();
   }
   for (int i = threadIdx.x; i < kMoveBytes / 4; i += kThreads) reinterpret_cast<uint32_t*>(s.zeros)[i] = 0;
+  if (p.dims.local_experts <= kCachedExperts) {
+    for (int i = threadIdx.x; i <= p.dims.local_experts; i += kThreads) {
+      s.row_offset[i] = p.schedule.row_offset[i];
+      if (i < p.dims.local_experts) s.row_count[i] = p.schedule.row_count[i];
+    }
+  }
   ptx::FenceProxyAsync();  // the zeros, before they are copied out
   __syncthreads();
   if (warp < 4) {
-    ptx::GiveRegisters<56>();
+    ptx::GiveRegisters<kOtherRegisters>();
     if (warp == 0) {
       if (lane == 0) Copy(maps, s);
     } else if (warp == 1) {
       HandOut(p, launch, s, lane);
+    } else if (warp == 2) {
+      MoveRows(p, peers, launch, s, lane);
     } else {
-      MoveRows(p, peers, launch, s, warp - 2, lane);
+      if (lane == 0) SignalFinished(p, s);
     }
   } else {
-    ptx::TakeRegisters<224>();
+    ptx::TakeRegisters<kMathRegisters>();
     Calculate(p, s, warp - 4, lane);
   }
 }

@@ -39,6 +39,18 @@ __device__ __forceinline__ uint64_t GlobalTimer() {
   return nanoseconds;
 }
 
+// 2 to the power of x, and 1 / x, to about 22 bits.
+__device__ __forceinline__ float PowerOfTwo(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+__device__ __forceinline__ float Reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // A barrier of some of the CTA's warps.
 __device__ __forceinline__ void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -141,6 +153,10 @@ __device__ __forceinline__ void LoadBulk(uint32_t to, const void* from, int byte
 __device__ __forceinline__ void StoreBulk(void* to, uint32_t from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
+}
+// `bytes` (a multiple of 16) of global memory to the second level cache.
+__device__ __forceinline__ void PrefetchBulk(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void StoreBulkCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until at most `pending` groups still read shared memory.

@@ -58,11 +58,9 @@ __device__ inline bool WaitForCounters(const Params& p, const Launch& launch, co
   return __all_sync(~0u, fine);
 }
 
-// By a whole warp: the next ticket of a sequence.
-__device__ inline int64_t TakeTicket(const Params& p, ControlWord sequence, int lane) {
-  int ticket = 0;
-  if (lane == 0) ticket = atomicAdd(p.ring.control + sequence, 1);
-  return __shfl_sync(~0u, ticket, 0);
+// The next ticket of a sequence, in lane 0.
+__device__ inline int TakeTicket(const Params& p, ControlWord sequence, int lane) {
+  return lane == 0 ? atomicAdd(p.ring.control + sequence, 1) : 0;
 }
 
 // By one thread, after a barrier with all that wrote the task's results.
@@ -78,14 +76,14 @@ struct Moved {
   int64_t ring_row;
   int rows, count;  // of the part, and those of them that exist
 };
-__device__ inline Moved MovedBy(const Params& p, const TaskList& list, const Task& task) {
+__device__ inline Moved MovedBy(const Params& p, const TaskList& list, const int32_t* row_count, const Task& task) {
   const Dims& d = p.dims;
   Moved moved;
   const int64_t skipped = task.tile * list.PartRows();
   moved.first = task.block * d.row_tile + skipped;
   moved.ring_row = moved.first - task.macrobatch * d.macrobatch;
   moved.rows = static_cast<int>(Min(list.PartRows(), d.row_tile - skipped));
-  const int64_t end = p.schedule.row_offset[task.expert] + p.schedule.row_count[task.expert];
+  const int64_t end = list.RowOffset(task.expert) + row_count[task.expert];
   moved.count = static_cast<int>(Max(0, Min(moved.rows, end - moved.first)));
   return moved;
 }

@@ -9,6 +9,8 @@
 
 #include <cuda_bf16.h>
 
+#include <type_traits>
+
 #include "../numerics.h"
 #include "gemm.cuh"
 
@@ -16,124 +18,166 @@ namespace mok::cuda {
 
 inline constexpr int kSums = 128;  // of a lane
 
-// ---- rows of 32 columns, as a quad holds them: 8 values a lane, pair i at column 8 i + 2 t ----
+// Code size matters here: fully unrolled, the stages overflow the instruction cache and take ten times as
+// long (H200, 2026-11-29). So they are loops over groups of 32 columns, on 16 sums that a switch selects.
+
+// ---- 32 columns of a row, as the stages see them: lane t of the quad holds columns 8 t to 8 t + 7 ----
 
 // A lane's 4 words against its quad's: word i of lane t becomes word t of lane i.
 __device__ __forceinline__ void TransposeQuad(uint32_t (&w)[4], int t) {
   const bool odd = t & 1, high = t & 2;
   const uint32_t a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
-  (odd ? w[0] : w[1]) = a;
-  (odd ? w[2] : w[3]) = b;
+  w[0] = odd ? a : w[0];
+  w[1] = odd ? w[1] : a;
+  w[2] = odd ? b : w[2];
+  w[3] = odd ? w[3] : b;
   const uint32_t c = __shfl_xor_sync(~0u, high ? w[0] : w[2], 2), d = __shfl_xor_sync(~0u, high ? w[1] : w[3], 2);
-  (high ? w[0] : w[2]) = c;
-  (high ? w[1] : w[3]) = d;
+  w[0] = high ? c : w[0];
+  w[1] = high ? d : w[1];
+  w[2] = high ? w[2] : c;
+  w[3] = high ? w[3] : d;
 }
 
-__device__ __forceinline__ uint32_t Pack(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  uint32_t word;
-  memcpy(&word, &pair, sizeof(word));
-  return word;
+// The sums of one group of 32 columns: [row half][pair at column 8 i + 2 t][column].
+using Group = float[2][4][2];
+
+template <int index>
+__device__ __forceinline__ void CopyGroup(const float (&sum)[kSums], Group& group) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) group[i / 2 % 2][i / 4][i % 2] = sum[16 * index + i];
 }
-__device__ __forceinline__ void Unpack(uint32_t word, float* low, float* high) {
-  *low = __uint_as_float(word << 16);
-  *high = __uint_as_float(word & 0xffff0000u);
+__device__ __forceinline__ void SelectGroup(const float (&sum)[kSums], int index, Group& group) {
+  switch (index) {
+    case 0: return CopyGroup<0>(sum, group);
+    case 1: return CopyGroup<1>(sum, group);
+    case 2: return CopyGroup<2>(sum, group);
+    case 3: return CopyGroup<3>(sum, group);
+    case 4: return CopyGroup<4>(sum, group);
+    case 5: return CopyGroup<5>(sum, group);
+    case 6: return CopyGroup<6>(sum, group);
+    default: return CopyGroup<7>(sum, group);
+  }
 }
 
-// Stores (loads) columns [0, columns) of 32 at `row`; every lane of the quad must call it. `active`: whether
-// this row takes part. Whole vectors where alignment and columns allow.
+// Eight values of a row in the storage dtype.
 template <typename S>
-__device__ __forceinline__ void StoreRow(S* row, const float (&v)[8], int columns, bool vectors, bool active, int t);
+struct Vector;
 
 template <>
-__device__ __forceinline__ void StoreRow<BFloat16>(BFloat16* row, const float (&v)[8], int columns, bool vectors,
-                                                   bool active, int t) {
+struct Vector<BFloat16> {
   uint32_t w[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) w[i] = Pack(v[2 * i], v[2 * i + 1]);
-  TransposeQuad(w, t);
-  if (!active) return;
-  if (vectors && 8 * t + 8 <= columns) {
-    *reinterpret_cast<uint4*>(row + 8 * t) = make_uint4(w[0], w[1], w[2], w[3]);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (8 * t + i < columns) row[8 * t + i].bits = static_cast<uint16_t>(w[i / 2] >> (i % 2 * 16));
-  }
-}
 
-template <>
-__device__ __forceinline__ void StoreRow<float>(float* row, const float (&v)[8], int columns, bool vectors, bool active,
-                                                int t) {
-  if (!active) return;
+  __device__ __forceinline__ static uint32_t Pack(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    uint32_t word;
+    memcpy(&word, &pair, sizeof(word));
+    return word;
+  }
+  __device__ __forceinline__ void FromSums(const float (&pairs)[4][2], int t) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int c = 8 * i + 2 * t;
-    if (vectors && c + 2 <= columns) {
-      *reinterpret_cast<float2*>(row + c) = make_float2(v[2 * i], v[2 * i + 1]);
-    } else {
-      if (c < columns) row[c] = v[2 * i];
-      if (c + 1 < columns) row[c + 1] = v[2 * i + 1];
+    for (int i = 0; i < 4; ++i) w[i] = Pack(pairs[i][0], pairs[i][1]);
+    TransposeQuad(w, t);
+  }
+  __device__ __forceinline__ void Round(const float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = Pack(v[2 * i], v[2 * i + 1]);
+  }
+  __device__ __forceinline__ void Widen(float (&v)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[2 * i] = __uint_as_float(w[i] << 16);
+      v[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
     }
   }
-}
-
-// Past the first level cache: the ring is written while the kernel runs.
-template <typename S>
-__device__ __forceinline__ void LoadRow(const S* row, float (&v)[8], int columns, bool vectors, bool active, int t);
-
-template <>
-__device__ __forceinline__ void LoadRow<BFloat16>(const BFloat16* row, float (&v)[8], int columns, bool vectors,
-                                                  bool active, int t) {
-  uint32_t w[4] = {};
-  if (active) {
-    if (vectors && 8 * t + 8 <= columns) {
-      const uint4 loaded = __ldcg(reinterpret_cast<const uint4*>(row + 8 * t));
-      w[0] = loaded.x, w[1] = loaded.y, w[2] = loaded.z, w[3] = loaded.w;
+  __device__ __forceinline__ void Clear() { w[0] = w[1] = w[2] = w[3] = 0; }
+  // whole: all eight columns are there or none; else `columns` (of 8, maybe negative) are.
+  template <bool whole>
+  __device__ __forceinline__ void Store(BFloat16* to, int columns) const {
+    if constexpr (whole) {
+      if (columns > 0) *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        if (8 * t + i < columns) {
-          w[i / 2] |= static_cast<uint32_t>(__ldcg(reinterpret_cast<const unsigned short*>(row + 8 * t + i)))
-                      << (i % 2 * 16);
-        }
+        if (i < columns) to[i].bits = static_cast<uint16_t>(w[i / 2] >> (i % 2 * 16));
       }
     }
   }
-  TransposeQuad(w, t);
+  // Past the first level cache: the ring is written while the kernel runs.
+  template <bool whole>
+  __device__ __forceinline__ void Load(const BFloat16* from, int columns) {
+    Clear();
+    if constexpr (whole) {
+      if (columns > 0) {
+        const uint4 loaded = __ldcg(reinterpret_cast<const uint4*>(from));
+        w[0] = loaded.x, w[1] = loaded.y, w[2] = loaded.z, w[3] = loaded.w;
+      }
+    } else {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) Unpack(w[i], &v[2 * i], &v[2 * i + 1]);
-}
-
-template <>
-__device__ __forceinline__ void LoadRow<float>(const float* row, float (&v)[8], int columns, bool vectors, bool active,
-                                               int t) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int c = 8 * i + 2 * t;
-    float2 pair = make_float2(0, 0);
-    if (active && vectors && c + 2 <= columns) {
-      pair = __ldcg(reinterpret_cast<const float2*>(row + c));
-    } else if (active) {
-      if (c < columns) pair.x = __ldcg(row + c);
-      if (c + 1 < columns) pair.y = __ldcg(row + c + 1);
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t bits = i < columns ? __ldcg(reinterpret_cast<const unsigned short*>(from + i)) : 0;
+        w[i / 2] |= bits << (i % 2 * 16);
+      }
     }
-    v[2 * i] = pair.x;
-    v[2 * i + 1] = pair.y;
   }
-}
+};
 
-template <typename S>
-__device__ __forceinline__ float Rounded(float value);
 template <>
-__device__ __forceinline__ float Rounded<float>(float value) {
-  return value;
-}
-template <>
-__device__ __forceinline__ float Rounded<BFloat16>(float value) {
-  return __bfloat162float(__float2bfloat16_rn(value));
-}
+struct Vector<float> {
+  float v[8];
+
+  __device__ __forceinline__ void FromSums(const float (&pairs)[4][2], int t) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[i] = __float_as_uint(pairs[i][c]);
+      TransposeQuad(w, t);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[2 * i + c] = __uint_as_float(w[i]);
+    }
+  }
+  __device__ __forceinline__ void Round(const float (&from)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = from[i];
+  }
+  __device__ __forceinline__ void Widen(float (&to)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to[i] = v[i];
+  }
+  __device__ __forceinline__ void Clear() {
+#pragma unroll
+    for (float& value : v) value = 0;
+  }
+  template <bool whole>
+  __device__ __forceinline__ void Store(float* to, int columns) const {
+    if constexpr (whole) {
+      if (columns <= 0) return;
+      *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+      *reinterpret_cast<float4*>(to + 4) = make_float4(v[4], v[5], v[6], v[7]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (i < columns) to[i] = v[i];
+      }
+    }
+  }
+  template <bool whole>
+  __device__ __forceinline__ void Load(const float* from, int columns) {
+    Clear();
+    if constexpr (whole) {
+      if (columns <= 0) return;
+      const float4 low = __ldcg(reinterpret_cast<const float4*>(from));
+      const float4 high = __ldcg(reinterpret_cast<const float4*>(from + 4));
+      v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+      v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (i < columns) v[i] = __ldcg(from + i);
+      }
+    }
+  }
+};
 
 // As exact as the storage dtype can show.
 template <typename S>
@@ -144,47 +188,56 @@ __device__ __forceinline__ float Sigmoid<float>(float value) {
 }
 template <>
 __device__ __forceinline__ float Sigmoid<BFloat16>(float value) {
-  return __fdividef(1.0f, 1.0f + __expf(-value));
+  constexpr float kLog2E = 1.44269504f;
+  return ptx::Reciprocal(1.0f + ptx::PowerOfTwo(-kLog2E * value));
 }
 
 // ---- the stages ----
 
-// One CTA's math warps on one task. S is the storage dtype.
-template <typename S>
+// One CTA's math warps on one task. S is the storage dtype; whole: rows of every matrix are a multiple of 8
+// long, so that vectors are aligned and there or not as wholes.
+template <typename S, bool whole>
 class Stages {
  public:
   // warp: of the 8 that hold the tile.
   __device__ Stages(const Params& params, int warp, int lane)
       : p_(params),
         partials_(static_cast<int>(CeilDiv(params.dims.intermediate, kTileN))),
-        row_(16 * warp + lane / 4),
+        warp_row_(16 * warp),
         lane_(lane),
         t_(lane % 4),
         activation_{static_cast<float>(params.swiglu_limit)} {}
 
   // What the sums of a weight gradient begin with: the carry, or zeros.
   __device__ __forceinline__ void Begin(const Work& w, float (&sum)[kSums]) const {
-    const bool carried = w.task.carry_in;
+    const bool down = IsDown(w);
     // Careful: without an operation between the loads and the first product ptxas puts the loads into the
     // products' pipeline and then serialises all of them (its warning C7515). One that it cannot see is one.
     const float one = p_.dims.hidden > 0 ? 1.0f : 0.0f;
-    ForCarry(w, [&](float* at, int columns, bool vectors, bool active, int j) {
-      float v[8];
-      LoadRow<float>(at, v, columns, vectors, active && carried, t_);
+    const int64_t rows = GradientRows(w), across = GradientColumns(w);
 #pragma unroll
-      for (float& value : v) value *= one;
-      Put(sum, j, v);
-    });
+    for (int i = 0; i < kSums; ++i) sum[i] = 0;
+    if (w.task.carry_in) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        const int which = down ? 2 : i / 64, row = w.m + Row(i / 2 % 2);
+        const int column = w.column + (down ? i / 16 : i / 16 % 4) * 32 + i / 4 % 4 * 8 + 2 * t_ + i % 2;
+        if (row < rows && column < across) sum[i] = __ldcg(Carry(which) + row * across + column);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sum[i] *= one;
   }
 
-  __device__ __forceinline__ void End(const Work& w, float (&sum)[kSums]) const {
+  __device__ __forceinline__ void End(const Work& w, const float (&sum)[kSums]) const {
+    const bool clamps = p_.swiglu_limit < kInfinite;
     switch (RoutedOp(w.task.op)) {
-      case Op::kGateUp: return GateUp(w, sum);
-      case Op::kDown: return Out(w, sum, p_.y);
-      case Op::kDgradDown: return DgradDown(w, sum);
+      case Op::kGateUp: return clamps ? GateUp<true>(w, sum) : GateUp<false>(w, sum);
+      case Op::kDgradDown: return clamps ? DgradDown<true>(w, sum) : DgradDown<false>(w, sum);
+      case Op::kDown:
       case Op::kDgradGateUp:
-        Out(w, sum, p_.d_x);
-        if (w.task.tile == 0 && !w.shared && !p_.dims.Exchanges()) StoreRouterGradient(w);
+        Out(w, sum);
+        if (Backward() && w.task.tile == 0 && !w.shared && !p_.dims.Exchanges()) StoreRouterGradient(w);
         return;
       case Op::kGradGateUp:
       case Op::kGradDown: return WeightGradient(w, sum);
@@ -192,36 +245,7 @@ class Stages {
     }
   }
 
- private:
-  // The 8 values of row `half` in 32-column group j / 2: j = 2 * group + half.
-  __device__ static void Get(const float (&sum)[kSums], int j, float (&v)[8]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      v[2 * i] = sum[16 * (j / 2) + 4 * i + 2 * (j % 2)];
-      v[2 * i + 1] = sum[16 * (j / 2) + 4 * i + 2 * (j % 2) + 1];
-    }
-  }
-  __device__ static void Put(float (&sum)[kSums], int j, const float (&v)[8]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[16 * (j / 2) + 4 * i + 2 * (j % 2)] = v[2 * i];
-      sum[16 * (j / 2) + 4 * i + 2 * (j % 2) + 1] = v[2 * i + 1];
-    }
-  }
-
-  __device__ static S* At(void* base, int64_t element) {
-    return base == nullptr ? nullptr : static_cast<S*>(base) + element;
-  }
-  // Whether rows of this length keep 16-byte vectors aligned (8-byte ones of float).
-  template <typename T>
-  __device__ static bool Vectors(int64_t columns) {
-    return columns % (sizeof(T) == 2 ? 8 : 2) == 0;
-  }
-  __device__ int64_t Width(const Work& w) const {
-    return w.shared ? p_.dims.shared_intermediate : p_.dims.intermediate;
-  }
-  __device__ bool Backward() const { return p_.pass.direction == Direction::kBackward; }
-  __device__ bool KeepsContext(const Work& w) const { return w.task.macrobatch == 0 && p_.pass.context; }
+  // Where gate and up of a task's rows lie.
   __device__ void* Gate(const Work& w) const {
     if (w.shared) return p_.pass.context ? p_.context.shared_gate : p_.ring.shared_gate;
     return KeepsContext(w) ? p_.context.gate : p_.ring.gate;
@@ -231,62 +255,102 @@ class Stages {
     return KeepsContext(w) ? p_.context.up : p_.ring.up;
   }
 
+  __device__ static float SumPartials(const Params& p, int64_t ring_row, int partials) {
+    const float* partial = static_cast<const float*>(p.ring.d_weights) + ring_row * partials;
+    float sum = 0;
+    for (int tile = 0; tile < partials; ++tile) sum += __ldcg(partial + tile);
+    return sum;
+  }
+
+ private:
+  static constexpr double kInfinite = 3e38;
+
+  __device__ int Row(int half) const { return warp_row_ + lane_ / 4 + 8 * half; }  // of the tile
+  __device__ static S* At(void* base, int64_t element) {
+    return base == nullptr ? nullptr : static_cast<S*>(base) + element;
+  }
+  __device__ int Width(const Work& w) const {
+    return static_cast<int>(w.shared ? p_.dims.shared_intermediate : p_.dims.intermediate);
+  }
+  __device__ bool Backward() const { return p_.pass.direction == Direction::kBackward; }
+  __device__ bool KeepsContext(const Work& w) const { return w.task.macrobatch == 0 && p_.pass.context; }
   // Gate in the first half of the tile's columns, up in the second.
+  template <bool clamps>
   __device__ __forceinline__ void GateUp(const Work& w, const float (&sum)[kSums]) const {
-    const int64_t width = Width(w);
-    const bool vectors = Vectors<S>(width);
-    void *gate = Gate(w), *up = Up(w), *h = w.shared ? p_.ring.shared_h : p_.ring.h;
+    const int width = Width(w), first = w.column + 8 * t_, count = w.count;
+    void *gate = Gate(w), *up = Up(w);
+    const bool forward = !Backward();                  // recomputing: dgrad-down makes h itself
     const bool clears = !w.shared && KeepsContext(w);  // padding rows leave the call as zeros
+    const int64_t at = (static_cast<int64_t>(w.row) + Row(0)) * width + first, below = int64_t{8} * width;
+    S *to_gate = At(gate, at), *to_up = At(up, at), *to_h = At(w.shared ? p_.ring.shared_h : p_.ring.h, at);
+#pragma unroll 1
+    for (int group = 0; group < 4; ++group) {
+      Group gates, ups;
+      SelectGroup(sum, group, gates);
+      SelectGroup(sum, group + 4, ups);
+      const int columns = width - first - 32 * group;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int row = row_ + j % 2 * 8, column = w.column + j / 2 * 32;
-      const int columns = static_cast<int>(Min(32, width - column));
-      const bool exists = row < w.count;
-      const int64_t at = (static_cast<int64_t>(w.row) + row) * width + column;
-      float g[8], u[8];
-      Get(sum, j, g);
-      Get(sum, j + 8, u);
+      for (int half = 0; half < 2; ++half) {
+        const bool exists = Row(half) < count;
+        const int64_t offset = half * below + 32 * group;
+        Vector<S> g, u;
+        g.FromSums(gates[half], t_);
+        u.FromSums(ups[half], t_);
+        if (!exists) g.Clear(), u.Clear();
+        if (gate != nullptr) {
+          g.template Store<whole>(to_gate + offset, exists || clears ? columns : 0);
+          u.template Store<whole>(to_up + offset, exists || clears ? columns : 0);
+        }
+        if (!forward) continue;
+        float gv[8], uv[8];
+        g.Widen(gv);
+        u.Widen(uv);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        g[i] = exists ? Rounded<S>(g[i]) : 0.0f;
-        u[i] = exists ? Rounded<S>(u[i]) : 0.0f;
+        for (int i = 0; i < 8; ++i) {
+          const float clamped = clamps ? activation_.Gate(gv[i]) : gv[i];
+          gv[i] = SwiGlu<float>::Forward(clamped, clamps ? activation_.Up(uv[i]) : uv[i], Sigmoid<S>(clamped));
+        }
+        Vector<S> h;
+        h.Round(gv);
+        h.template Store<whole>(to_h + offset, exists ? columns : 0);
       }
-      if (gate != nullptr) {
-        StoreRow(At(gate, at), g, columns, vectors, exists || clears, t_);
-        StoreRow(At(up, at), u, columns, vectors, exists || clears, t_);
-      }
-      if (Backward()) continue;  // recomputing: dgrad-down makes h itself
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float clamped = activation_.Gate(g[i]);
-        g[i] = SwiGlu<float>::Forward(clamped, activation_.Up(u[i]), Sigmoid<S>(clamped));
-      }
-      StoreRow(At(h, at), g, columns, vectors, exists, t_);
     }
   }
 
-  // o or dx: the shared expert's to `shared`, the routed experts' to the ring or, on one rank, straight to
-  // the return window.
-  __device__ __forceinline__ void Out(const Work& w, const float (&sum)[kSums], void* shared) const {
-    const int64_t hidden = p_.dims.hidden;
-    const bool vectors = Vectors<S>(hidden);
+  // o or dx: the shared expert's to y or d_x, the routed experts' to the ring or, on one rank, straight to the
+  // return window.
+  __device__ __forceinline__ void Out(const Work& w, const float (&sum)[kSums]) const {
+    void* shared = Backward() ? p_.d_x : p_.y;
+    const int hidden = static_cast<int>(p_.dims.hidden);
     S* rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = row_ + 8 * half;
+      const int row = Row(half);
       const int64_t in_ring = static_cast<int64_t>(w.row) + row;
       rows[half] = row >= w.count        ? nullptr
                    : w.shared            ? At(shared, in_ring * hidden)
                    : p_.dims.Exchanges() ? At(p_.ring.out, in_ring * hidden)
                                          : At(p_.ring.returned, Source(w, row) * hidden);
     }
+    StoreTile<S, 0, 8>(sum, rows, w.column, hidden);
+  }
+
+  // Groups [begin, end) of the sums to columns from `column` on of two rows (null: none).
+  template <typename T, int begin, int end>
+  __device__ __forceinline__ void StoreTile(const float (&sum)[kSums], T* const (&rows)[2], int column,
+                                            int columns) const {
+    column += 8 * t_;
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const int column = w.column + j / 2 * 32;
-      float v[8];
-      Get(sum, j, v);
-      StoreRow(rows[j % 2] + column, v, static_cast<int>(Min(32, hidden - column)), vectors, rows[j % 2] != nullptr,
-               t_);
+    for (int group = begin; group < end; ++group, column += 32) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float pairs[4][2];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) pairs[i / 2][i % 2] = sum[16 * group + i / 2 * 4 + half * 2 + i % 2];
+        Vector<T> v;
+        v.FromSums(pairs, t_);
+        v.template Store<whole>(rows[half] + column, rows[half] == nullptr ? 0 : columns - column);
+      }
     }
   }
 
@@ -296,47 +360,88 @@ class Stages {
   }
 
   __device__ float Weight(const Work& w, int row) const {
-    if (w.shared) return 1.0f;
     if (row >= w.count) return 0.0f;
+    if (w.shared) return 1.0f;
     return p_.dims.Exchanges() ? __ldcg(static_cast<const float*>(p_.ring.weights) + w.row + row)
                                : static_cast<const float*>(p_.router_weights)[Source(w, row)];
   }
 
-  // From dh' in the sums: h again, its share of dw = <dh', h>, dg, du and w * h.
+  // From dh' in the sums: h again, its share of dw = <dh', h>, dg, du and w * h. Padding rows come out zero,
+  // for the weight gradients: their gate, up, weight and dh' are taken as zero.
+  template <bool clamps>
   __device__ __forceinline__ void DgradDown(const Work& w, const float (&sum)[kSums]) const {
-    const int64_t width = Width(w);
-    const bool vectors = Vectors<S>(width);
-    void *gate = Gate(w), *up = Up(w);
-    void* h = w.shared ? p_.ring.shared_h : p_.ring.h;
-    void* d_gate = w.shared ? p_.ring.shared_d_gate : p_.ring.d_gate;
-    void* d_up = w.shared ? p_.ring.shared_d_up : p_.ring.d_up;
-    const float weight[2] = {Weight(w, row_), Weight(w, row_ + 8)};
+    const int width = Width(w), first = w.column + 8 * t_;
+    const int64_t at = (static_cast<int64_t>(w.row) + Row(0)) * width + first, below = int64_t{8} * width;
+    const S *from_gate = At(Gate(w), at), *from_up = At(Up(w), at);
+    S* to_h = At(w.shared ? p_.ring.shared_h : p_.ring.h, at);
+    S* to_gate = At(w.shared ? p_.ring.shared_d_gate : p_.ring.d_gate, at);
+    S* to_up = At(w.shared ? p_.ring.shared_d_up : p_.ring.d_up, at);
+    const float weight[2] = {Weight(w, Row(0)), Weight(w, Row(1))};
+    const bool shared = w.shared;
+    const bool exists[2] = {Row(0) < w.count, Row(1) < w.count};
     float d_weight[2] = {};
+    Vector<S> gates[2], ups[2];  // of the next group: loaded while this one is worked on
+    const auto load = [&](int group) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const int half = j % 2, row = row_ + half * 8, column = w.column + j / 2 * 32;
-      const int columns = static_cast<int>(Min(32, width - column));
-      const bool exists = row < w.count, stores = exists || !w.shared;  // padding rows: zeros, for the weight gradients
-      const int64_t at = (static_cast<int64_t>(w.row) + row) * width + column;
-      float g[8], u[8], d_h[8], wh[8];
-      LoadRow<S>(At(gate, at), g, columns, vectors, exists, t_);
-      LoadRow<S>(At(up, at), u, columns, vectors, exists, t_);
-      Get(sum, j, d_h);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float clamped = activation_.Gate(g[i]), sigmoid = Sigmoid<S>(clamped);
-        const float made = Rounded<S>(SwiGlu<float>::Forward(clamped, activation_.Up(u[i]), sigmoid));
-        // Columns beyond the last one are zero in gate and up, so in h.
-        d_weight[half] += exists ? d_h[i] * made : 0.0f;
-        wh[i] = exists ? weight[half] * made : 0.0f;
-        float dg, du;
-        activation_.Backward(g[i], u[i], sigmoid, weight[half] * d_h[i], &dg, &du);
-        g[i] = exists ? dg : 0.0f;
-        u[i] = exists ? du : 0.0f;
+      for (int half = 0; half < 2; ++half) {
+        const int columns = exists[half] ? width - first - 32 * group : 0;
+        gates[half].template Load<whole>(from_gate + half * below + 32 * group, columns);
+        ups[half].template Load<whole>(from_up + half * below + 32 * group, columns);
       }
-      StoreRow(At(d_gate, at), g, columns, vectors, stores, t_);
-      StoreRow(At(d_up, at), u, columns, vectors, stores, t_);
-      StoreRow(At(h, at), wh, columns, vectors, stores, t_);
+    };
+    load(0);
+#pragma unroll 1
+    for (int group = 0; group < 8; ++group) {
+      Group sums;
+      SelectGroup(sum, group, sums);
+      const Vector<S> gates_now[2] = {gates[0], gates[1]}, ups_now[2] = {ups[0], ups[1]};
+      if (group < 7) load(group + 1);
+      const int columns = width - first - 32 * group;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t offset = half * below + 32 * group;
+        Vector<float> d_h;
+        d_h.FromSums(sums[half], t_);
+        if (!exists[half]) d_h.Clear();
+        float g[8], u[8], h[8];
+        gates_now[half].Widen(g);
+        ups_now[half].Widen(u);
+        float sigmoid[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float clamped = clamps ? activation_.Gate(g[i]) : g[i];
+          sigmoid[i] = Sigmoid<S>(clamped);
+          h[i] = SwiGlu<float>::Forward(clamped, clamps ? activation_.Up(u[i]) : u[i], sigmoid[i]);
+        }
+        Vector<S> rounded;  // the h that the forward pass multiplied by Wd
+        rounded.Round(h);
+        rounded.Widen(h);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          // Columns beyond the last one are zero in gate and up, so in h.
+          d_weight[half] += d_h.v[i] * h[i];
+          h[i] *= weight[half];
+          const float d = weight[half] * d_h.v[i];
+          if (clamps) {
+            float d_g, d_u;
+            activation_.Backward(g[i], u[i], sigmoid[i], d, &d_g, &d_u);
+            g[i] = d_g;
+            u[i] = d_u;
+          } else {
+            const float silu = g[i] * sigmoid[i];
+            g[i] = d * u[i] * (sigmoid[i] + silu * (1.0f - sigmoid[i]));
+            u[i] = d * silu;
+          }
+        }
+        const int stored = exists[half] || !shared ? columns : 0;
+        Vector<S> out;
+        out.Round(g);
+        out.template Store<whole>(to_gate + offset, stored);
+        out.Round(u);
+        out.template Store<whole>(to_up + offset, stored);
+        out.Round(h);
+        out.template Store<whole>(to_h + offset, stored);
+      }
     }
     if (w.shared) return;
 #pragma unroll
@@ -344,75 +449,60 @@ class Stages {
       float total = d_weight[half];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      const int row = row_ + half * 8;
-      if (t_ == 0 && row < w.count) {
-        static_cast<float*>(p_.ring.d_weights)[(static_cast<int64_t>(w.row) + row) * partials_ + w.task.tile] = total;
+      if (t_ == 0 && exists[half]) {
+        const int64_t row = static_cast<int64_t>(w.row) + Row(half);
+        static_cast<float*>(p_.ring.d_weights)[row * partials_ + w.task.tile] = total;
       }
     }
   }
 
   __device__ void StoreRouterGradient(const Work& w) const {
-    const int row = row_ - lane_ / 4 + lane_;  // one lane a row
+    const int row = warp_row_ + lane_;  // one lane a row
     if (lane_ < 16 && row < w.count) {
       static_cast<float*>(p_.ring.returned_d_weights)[Source(w, row)] = SumPartials(p_, w.row + row, partials_);
     }
   }
 
- public:
-  __device__ static float SumPartials(const Params& p, int64_t ring_row, int partials) {
-    const float* partial = static_cast<const float*>(p.ring.d_weights) + ring_row * partials;
-    float sum = 0;
-    for (int tile = 0; tile < partials; ++tile) sum += __ldcg(partial + tile);
-    return sum;
-  }
+  // ---- weight gradients: gate in the first half of the tile's columns and up in the second, or down ----
 
- private:
-  // A weight gradient's tile by 32-column groups of the matrix `which` (0 gate, 1 up, 2 down), with the
-  // element where each begins: visit(which, element, columns, row exists, j).
-  template <typename Visit>
-  __device__ __forceinline__ void ForGradient(const Work& w, Visit visit) const {
-    const bool down = RoutedOp(w.task.op) == Op::kGradDown;
-    const int64_t width = Width(w), rows = down ? width : p_.dims.hidden, across = down ? p_.dims.hidden : width;
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const int which = down ? 2 : j / 8, row = w.m + row_ + j % 2 * 8;
-      const int column = w.column + (down ? j / 2 : j / 2 % 4) * 32;
-      visit(which, static_cast<int64_t>(row) * across + column, static_cast<int>(Min(32, across - column)), across,
-            rows, row < rows, j);
-    }
+  __device__ static bool IsDown(const Work& w) { return RoutedOp(w.task.op) == Op::kGradDown; }
+  __device__ int GradientRows(const Work& w) const { return IsDown(w) ? Width(w) : static_cast<int>(p_.dims.hidden); }
+  __device__ int GradientColumns(const Work& w) const {
+    return IsDown(w) ? static_cast<int>(p_.dims.hidden) : Width(w);
   }
-
-  template <typename Visit>
-  __device__ __forceinline__ void ForCarry(const Work& w, Visit visit) const {
-    ForGradient(w, [&](int which, int64_t at, int columns, int64_t across, int64_t, bool exists, int j) {
-      float* carry = static_cast<float*>(p_.ring.carry) + which * p_.dims.hidden * p_.dims.intermediate;
-      visit(carry + at, columns, Vectors<float>(across), exists, j);
-    });
+  __device__ float* Carry(int which) const {
+    return static_cast<float*>(p_.ring.carry) + which * p_.dims.hidden * p_.dims.intermediate;
   }
 
   __device__ __forceinline__ void WeightGradient(const Work& w, const float (&sum)[kSums]) const {
-    if (w.task.carry_out)
-      return ForCarry(w, [&](float* at, int columns, bool vectors, bool active, int j) {
-        float v[8];
-        Get(sum, j, v);
-        StoreRow(at, v, columns, vectors, active, t_);
-      });
     const Gradients& to = w.shared ? p_.d_shared : p_.d_routed;
-    ForGradient(w, [&](int which, int64_t at, int columns, int64_t across, int64_t rows, bool exists, int j) {
-      const Gradient& gradient = which == 0 ? to.gate : which == 1 ? to.up : to.down;
-      const int64_t element = w.task.expert * rows * across + at;
-      float v[8];
-      Get(sum, j, v);
-      if (gradient.type == ScalarType::kFloat32) {
-        StoreRow(static_cast<float*>(gradient.values) + element, v, columns, Vectors<float>(across), exists, t_);
-      } else {
-        StoreRow(static_cast<BFloat16*>(gradient.values) + element, v, columns, Vectors<BFloat16>(across), exists, t_);
+    const bool down = IsDown(w);
+    StoreHalf<0>(w, sum, down ? to.down : to.gate, down ? 2 : 0, w.column);
+    StoreHalf<4>(w, sum, down ? to.down : to.up, down ? 2 : 1, down ? w.column + 128 : w.column);
+  }
+
+  // Half a tile's columns, from group `begin` on, to the carry or the gradient.
+  template <int begin>
+  __device__ __forceinline__ void StoreHalf(const Work& w, const float (&sum)[kSums], const Gradient& to, int which,
+                                            int column) const {
+    const int64_t rows = GradientRows(w), across = GradientColumns(w), skipped = w.task.expert * rows;
+    const auto store = [&](auto* base) {
+      using T = std::remove_pointer_t<decltype(base)>;
+      T* at[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = w.m + Row(half);
+        at[half] = row < rows ? base + row * across : nullptr;
       }
-    });
+      StoreTile<T, begin, begin + 4>(sum, at, column, static_cast<int>(across));
+    };
+    if (w.task.carry_out) store(Carry(which));
+    else if (to.type == ScalarType::kFloat32) store(static_cast<float*>(to.values) + skipped * across);
+    else store(static_cast<BFloat16*>(to.values) + skipped * across);
   }
 
   const Params& p_;
-  const int partials_, row_, lane_, t_;
+  const int partials_, warp_row_, lane_, t_;
   const SwiGlu<float> activation_;
 };
 
