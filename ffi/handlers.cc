@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -121,9 +122,19 @@ py::tuple BuildSchedule(const Plan& d, int64_t rank, py::array_t<int32_t, py::ar
 }
 
 // Both task sequences as dictionaries and the expected total of each counter: for tests.
+// tiles: gate-up, dgrad-down and hidden columns, rows and columns of both weight gradients, group, parts.
 py::tuple ListTasks(const Plan& d, const Pass& pass, py::array_t<int32_t, py::array::c_style> row_offset,
-                    std::tuple<int64_t, int64_t, int64_t> tiles) {
-  const TaskList list(d, {std::get<0>(tiles), std::get<1>(tiles), std::get<2>(tiles)}, pass, row_offset.data());
+                    const std::array<int64_t, 9>& tiles, bool gathers) {
+  const TaskList list(d,
+                      {tiles[0],
+                       tiles[1],
+                       tiles[2],
+                       {tiles[3], tiles[4]},
+                       {tiles[5], tiles[6]},
+                       tiles[7],
+                       d.row_tile / tiles[8],
+                       gathers},
+                      pass, row_offset.data());
   const auto show = [](const Task& task) {
     py::list waits;
     for (int i = 0; i < task.num_waits; ++i) {
@@ -172,7 +183,8 @@ PYBIND11_MODULE(MOK_MODULE, module) {
   module.def("minibatch_estimate", &MinibatchEstimate, py::arg("units"), py::arg("row_tile"), py::arg("columns"),
              py::arg("intermediate"));
   module.def("build_schedule", &BuildSchedule, py::arg("dims"), py::arg("rank"), py::arg("ids"));
-  module.def("list_tasks", &ListTasks, py::arg("dims"), py::arg("pass_"), py::arg("row_offset"), py::arg("tiles"));
+  module.def("list_tasks", &ListTasks, py::arg("dims"), py::arg("pass_"), py::arg("row_offset"), py::arg("tiles"),
+             py::arg("gathers"));
 }
 
 }  // namespace mok

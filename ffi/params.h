@@ -96,6 +96,8 @@ struct Context {
   void* shared_up;    // S [T, I_s]
 };
 
+inline constexpr int64_t kControlWords = 16;
+
 // Scratch, at offsets of workspace.h. A row r of macrobatch m lies at ring row r - m * macrobatch.
 struct Ring {
   void* x;                    // S [macrobatch, H]  pulled; read by gate-up and its weight gradient
@@ -117,7 +119,7 @@ struct Ring {
   void* returned;             // S [T*K, H]         the return window, written by peers
   void* returned_d_weights;   // W [T*K]
   int32_t* counters;          // see tasks.h
-  int32_t* control;           // CUDA, [16], zeroed with the counters: tickets, abort flag; see cuda/megakernel.h
+  int32_t* control;           // CUDA, [kControlWords], zeroed with the counters; see cuda/megakernel.h
   int32_t* schedule_scratch;  // CUDA, forward; see cuda/schedule.cu
 };
 

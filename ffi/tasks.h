@@ -5,18 +5,21 @@
 // its consumers, so that a worker may take the next task of either and wait for its counters. A task is
 // decoded from its index by arithmetic and binary searches, never by a scan.
 //
+// Within a macrobatch a minibatch's second stage stands after the next minibatch's first one, and so on, so
+// that a stage seldom waits for the tail of the one before.
+//
 // Words: a block is row_tile rows of one expert. Block b's predecessor is the block that held its ring
 // rows before: of the next macrobatch in the forward pass, which runs last to first, of the previous
 // one in the backward pass.
 //
 // Counters; each is used for one purpose once a call and starts at zero.
 //   name                 arrives (how often)                          who waits
-//   x_ready[minibatch]   dispatch, reverse-combine (its blocks)       gate-up; without replay dgrad-down
+//   x_ready[minibatch]   dispatch, reverse-combine (blocks * parts)   gate-up; without replay dgrad-down
 //   hidden_ready[block]  gate-up (column tiles of I)                  down; in the backward pass dgrad-down
 //   out_ready[minibatch] down, dgrad-gate-up (blocks * tiles of H)    combine, reverse-dispatch; whatever
 //                                                                     overwrites the minibatch's ring rows
-//   out_consumed[block]  combine, reverse-dispatch (1)                down, dgrad-down of the successor
-//   d_hidden_ready[block] dgrad-down (column tiles of I)              dgrad-gate-up, weight gradients
+//   out_consumed[block]  combine, reverse-dispatch (parts)            down, dgrad-down of the successor
+//   d_hidden_ready[block] dgrad-down (its column tiles of I)          dgrad-gate-up, weight gradients
 //   gradient_done[segment] weight gradients (tiles)                   whatever overwrites the expert's ring
 //                                                                     rows; the carry's next reader or writer
 //   shared_hidden_ready[token block], shared_d_hidden_ready[token block]: as above, for the shared expert
@@ -30,11 +33,19 @@
 
 namespace mok {
 
-// Tile sizes of one target, beside Dims::row_tile.
+// What the list takes from its target, beside Dims::row_tile.
 struct Tiles {
-  int64_t columns;        // of an output tile of gate-up, down and their input gradients
-  int64_t gradient_rows;  // of a weight gradient tile
-  int64_t gradient_columns;
+  struct Shape {
+    int64_t rows, columns;
+  };
+  int64_t gate_up_columns;   // of h in a tile of gate-up, which makes as many of gate and of up
+  int64_t d_hidden_columns;  // of a tile of dgrad-down
+  int64_t hidden_columns;    // of a tile of down and dgrad-gate-up
+  Shape gate_up_gradient;    // a tile of it has as many of gate and of up
+  Shape down_gradient;
+  int64_t group;               // blocks that share a column tile before the next one begins
+  int64_t communication_rows;  // of a communication task; 0: a whole block
+  bool gathers;                // reads x and dy where they are if rows need not travel; else always by the ring
 };
 
 MOK_HD inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -117,36 +128,47 @@ class TaskList {
   // row_offset: Schedule::row_offset; read by every call.
   MOK_HD TaskList(const Dims& dims, const Tiles& tiles, const Pass& pass, const int32_t* row_offset)
       : dims_(dims), pass_(pass), row_offset_(row_offset), at_(dims) {
-    exchanges_ = dims.Exchanges();
+    pushes_ = dims.Exchanges();
+    pulls_ = pushes_ || !tiles.gathers;
+    parts_ = tiles.communication_rows == 0 ? 1 : CeilDiv(dims.row_tile, tiles.communication_rows);
+    group_ = tiles.group;
     backward_ = pass.direction == Direction::kBackward;
     blocks_ = row_offset[dims.local_experts] / dims.row_tile;
     minibatch_blocks_ = dims.minibatch / dims.row_tile;
     macrobatch_blocks_ = dims.macrobatch / dims.row_tile;
     macrobatches_ = Max(1, CeilDiv(blocks_, macrobatch_blocks_));
-    width_tiles_ = CeilDiv(dims.intermediate, tiles.columns);
-    hidden_tiles_ = CeilDiv(dims.hidden, tiles.columns);
-    gate_up_gradient_tiles_ = pass.gate_up_gradient ? Grid(dims.hidden, dims.intermediate, tiles) : 0;
-    down_gradient_tiles_ = pass.down_gradient ? Grid(dims.intermediate, dims.hidden, tiles) : 0;
+    width_tiles_ = CeilDiv(dims.intermediate, tiles.gate_up_columns);
+    d_width_tiles_ = CeilDiv(dims.intermediate, tiles.d_hidden_columns);
+    hidden_tiles_ = CeilDiv(dims.hidden, tiles.hidden_columns);
+    gate_up_gradient_tiles_ = pass.gate_up_gradient ? Grid(dims.hidden, dims.intermediate, tiles.gate_up_gradient) : 0;
+    down_gradient_tiles_ = pass.down_gradient ? Grid(dims.intermediate, dims.hidden, tiles.down_gradient) : 0;
     gradient_tiles_ = gate_up_gradient_tiles_ + down_gradient_tiles_;
     const bool shared = dims.shared_intermediate > 0;
     token_blocks_ = shared ? CeilDiv(dims.tokens, dims.row_tile) : 0;
-    shared_width_tiles_ = CeilDiv(dims.shared_intermediate, tiles.columns);
-    shared_gate_up_gradient_tiles_ =
-        shared && pass.shared_gate_up_gradient ? Grid(dims.hidden, dims.shared_intermediate, tiles) : 0;
+    shared_width_tiles_ = CeilDiv(dims.shared_intermediate, tiles.gate_up_columns);
+    shared_d_width_tiles_ = CeilDiv(dims.shared_intermediate, tiles.d_hidden_columns);
+    shared_gate_up_gradient_tiles_ = shared && pass.shared_gate_up_gradient
+                                         ? Grid(dims.hidden, dims.shared_intermediate, tiles.gate_up_gradient)
+                                         : 0;
     shared_down_gradient_tiles_ =
-        shared && pass.shared_down_gradient ? Grid(dims.shared_intermediate, dims.hidden, tiles) : 0;
+        shared && pass.shared_down_gradient ? Grid(dims.shared_intermediate, dims.hidden, tiles.down_gradient) : 0;
   }
 
-  MOK_HD int64_t NumCommunication() const { return exchanges_ ? 2 * blocks_ : 0; }
+  MOK_HD int64_t NumCommunication() const { return ((pulls_ ? 1 : 0) + (pushes_ ? 1 : 0)) * blocks_ * parts_; }
   MOK_HD int64_t NumCompute() const { return NumShared() + Before(macrobatches_); }
   MOK_HD int64_t NumCounters() const { return at_.total; }
   MOK_HD int64_t Macrobatches() const { return macrobatches_; }
-  MOK_HD int64_t WidthTiles() const { return width_tiles_; }
+  MOK_HD int64_t DHiddenTiles() const { return d_width_tiles_; }  // partial sums of a row's <dh', h>
+  // The part of a block's `row_tile` rows that communication task `tile` moves: [first, first + rows).
+  MOK_HD int64_t PartRows() const { return CeilDiv(dims_.row_tile, parts_); }
+  MOK_HD bool Pulls() const { return pulls_; }
   // Whether gate and up of a macrobatch are computed in this pass (always in the forward pass).
   MOK_HD bool Computes(int64_t macrobatch) const { return !backward_ || macrobatch > 0 || !pass_.context; }
 
   MOK_HD Task Communication(int64_t index) const {
-    return backward_ ? BackwardCommunication(index) : ForwardCommunication(index);
+    Task task = backward_ ? BackwardCommunication(index / parts_) : ForwardCommunication(index / parts_);
+    task.tile = index % parts_;
+    return task;
   }
 
   MOK_HD Task Compute(int64_t index) const {
@@ -166,16 +188,16 @@ class TaskList {
   // A counter's total when every task is done.
   MOK_HD int64_t Expected(int64_t counter) const {
     if (counter < at_.hidden_ready) {
-      return exchanges_ ? BlocksInMinibatch(counter - at_.x_ready) : 0;
+      return pulls_ ? BlocksInMinibatch(counter - at_.x_ready) * parts_ : 0;
     }
     if (counter < at_.out_ready) {
       const int64_t block = counter - at_.hidden_ready;
       return block < blocks_ && Computes(block / macrobatch_blocks_) ? width_tiles_ : 0;
     }
     if (counter < at_.out_consumed) return BlocksInMinibatch(counter - at_.out_ready) * hidden_tiles_;
-    if (counter < at_.d_hidden_ready) return exchanges_ && counter - at_.out_consumed < blocks_ ? 1 : 0;
+    if (counter < at_.d_hidden_ready) return pushes_ && counter - at_.out_consumed < blocks_ ? parts_ : 0;
     if (counter < at_.gradient_done) {
-      return backward_ && counter - at_.d_hidden_ready < blocks_ ? width_tiles_ : 0;
+      return backward_ && counter - at_.d_hidden_ready < blocks_ ? d_width_tiles_ : 0;
     }
     if (counter < at_.shared_hidden_ready) {
       if (!backward_) return 0;
@@ -188,7 +210,7 @@ class TaskList {
     if (counter < at_.shared_d_hidden_ready) {
       return counter - at_.shared_hidden_ready < token_blocks_ && Computes(0) ? shared_width_tiles_ : 0;
     }
-    return backward_ && counter - at_.shared_d_hidden_ready < token_blocks_ ? shared_width_tiles_ : 0;
+    return backward_ && counter - at_.shared_d_hidden_ready < token_blocks_ ? shared_d_width_tiles_ : 0;
   }
 
   // The expert whose segment holds this row.
@@ -203,8 +225,8 @@ class TaskList {
   }
 
  private:
-  MOK_HD static int64_t Grid(int64_t rows, int64_t columns, const Tiles& tiles) {
-    return CeilDiv(rows, tiles.gradient_rows) * CeilDiv(columns, tiles.gradient_columns);
+  MOK_HD static int64_t Grid(int64_t rows, int64_t columns, const Tiles::Shape& tile) {
+    return CeilDiv(rows, tile.rows) * CeilDiv(columns, tile.columns);
   }
 
   MOK_HD int64_t BlocksIn(int64_t macrobatch) const {
@@ -238,43 +260,81 @@ class TaskList {
     const int64_t blocks = Min(step * macrobatch_blocks_, blocks_);
     const int64_t replayed = Computes(0) ? blocks : blocks - BlocksIn(0);
     const int64_t segments = step == macrobatches_ ? dims_.local_experts + macrobatches_ - 1 : FirstExpert(step) + step;
-    return blocks * (width_tiles_ + hidden_tiles_) + replayed * width_tiles_ + segments * gradient_tiles_;
+    return blocks * (d_width_tiles_ + hidden_tiles_) + replayed * width_tiles_ + segments * gradient_tiles_;
+  }
+
+  // The stages that a block of this macrobatch goes through, and their tiles.
+  struct Stages {
+    Op op[3];
+    int64_t tiles[3];
+    int count = 0;
+    MOK_HD void Add(Op stage, int64_t stage_tiles) {
+      op[count] = stage;
+      tiles[count++] = stage_tiles;
+    }
+  };
+  MOK_HD Stages StagesOf(int64_t macrobatch) const {
+    Stages stages;
+    if (Computes(macrobatch)) stages.Add(Op::kGateUp, width_tiles_);
+    if (backward_) stages.Add(Op::kDgradDown, d_width_tiles_);
+    stages.Add(backward_ ? Op::kDgradGateUp : Op::kDown, hidden_tiles_);
+    return stages;
+  }
+
+  // Tasks of a macrobatch before its step-th step. Step t runs stage s of minibatch t - s, for each s.
+  MOK_HD int64_t BeforeStep(const Stages& stages, int64_t blocks, int64_t step) const {
+    int64_t tasks = 0;
+    for (int s = 0; s < stages.count; ++s) {
+      tasks += stages.tiles[s] * Min(Max(step - s, 0) * minibatch_blocks_, blocks);
+    }
+    return tasks;
   }
 
   // index: within the macrobatch.
   MOK_HD Task Routed(int64_t macrobatch, int64_t index) const {
-    const int64_t gate_up = Computes(macrobatch) ? width_tiles_ : 0;
-    const int64_t d_down = backward_ ? width_tiles_ : 0;
-    const int64_t per_block = gate_up + d_down + hidden_tiles_;
-    const int64_t in_blocks = BlocksIn(macrobatch) * per_block;
+    const Stages stages = StagesOf(macrobatch);
+    const int64_t blocks = BlocksIn(macrobatch), steps = CeilDiv(blocks, minibatch_blocks_) + stages.count - 1;
+    const int64_t in_blocks = BeforeStep(stages, blocks, steps);
     if (index >= in_blocks) return WeightGradient(macrobatch, index - in_blocks);
-    const int64_t minibatch = index / (minibatch_blocks_ * per_block);
-    index -= minibatch * minibatch_blocks_ * per_block;
-    const int64_t first = macrobatch * macrobatch_blocks_ + minibatch * minibatch_blocks_;
-    const int64_t blocks = Min(minibatch_blocks_, macrobatch * macrobatch_blocks_ + BlocksIn(macrobatch) - first);
+    int64_t low = 0, high = steps - 1;  // the last step whose first task is not after this one
+    while (low < high) {
+      const int64_t middle = (low + high + 1) / 2;
+      if (BeforeStep(stages, blocks, middle) <= index) low = middle;
+      else high = middle - 1;
+    }
+    index -= BeforeStep(stages, blocks, low);
+    for (int s = 0; s < stages.count; ++s) {
+      const int64_t first = (low - s) * minibatch_blocks_;
+      const int64_t here = low < s ? 0 : Max(0, Min(minibatch_blocks_, blocks - first));
+      if (index < here * stages.tiles[s]) {
+        return BlockTask(macrobatch, stages.op[s], macrobatch * macrobatch_blocks_ + first, here, index,
+                         stages.tiles[s]);
+      }
+      index -= here * stages.tiles[s];
+    }
+    return Task{};
+  }
+
+  // Task `index` of one stage of a minibatch's blocks.
+  MOK_HD Task BlockTask(int64_t macrobatch, Op op, int64_t first, int64_t blocks, int64_t index, int64_t tiles) const {
     Task task;
     task.macrobatch = macrobatch;
-    if (index < blocks * gate_up) {
-      Place(&task, Op::kGateUp, first, index, gate_up);
-      if (exchanges_) {
-        task.WaitFor(at_.x_ready + MinibatchOf(task.block), BlocksInMinibatch(MinibatchOf(task.block)));
-      } else {
-        WaitForRing(&task);
-      }
+    const int64_t group = index / (group_ * tiles);
+    index -= group * group_ * tiles;
+    const int64_t grouped = Min(group_, blocks - group * group_);
+    Place(&task, op, first + group * group_ + index % grouped, index / grouped);
+    if (op == Op::kGateUp) {
+      WaitForX(&task);
       task.signal = at_.hidden_ready + task.block;
-    } else if ((index -= blocks * gate_up) < blocks * d_down) {
-      Place(&task, Op::kDgradDown, first, index, d_down);
-      if (gate_up > 0) {
-        task.WaitFor(at_.hidden_ready + task.block, width_tiles_);
-      } else if (exchanges_) {
-        task.WaitFor(at_.x_ready + MinibatchOf(task.block), BlocksInMinibatch(MinibatchOf(task.block)));
-      }
+    } else if (op == Op::kDgradDown) {
+      if (Computes(macrobatch)) task.WaitFor(at_.hidden_ready + task.block, width_tiles_);
+      else if (pulls_) WaitForX(&task);
       // Its partial sums overwrite those that the predecessor's push adds up.
       WaitForPush(&task);
       task.signal = at_.d_hidden_ready + task.block;
     } else {
-      Place(&task, backward_ ? Op::kDgradGateUp : Op::kDown, first, index - blocks * d_down, hidden_tiles_);
-      task.WaitFor((backward_ ? at_.d_hidden_ready : at_.hidden_ready) + task.block, width_tiles_);
+      if (backward_) task.WaitFor(at_.d_hidden_ready + task.block, d_width_tiles_);
+      else task.WaitFor(at_.hidden_ready + task.block, width_tiles_);
       if (!backward_) WaitForPush(&task);  // dgrad-down has waited for it
       task.signal = at_.out_ready + MinibatchOf(task.block);
     }
@@ -299,7 +359,7 @@ class TaskList {
     task.blocks = Max(0, (last_row - first_row) / dims_.row_tile);
     task.carry_in = row_offset_[expert] < start && row_offset_[expert + 1] > start;
     task.carry_out = row_offset_[expert + 1] > end;
-    task.WaitFor(at_.d_hidden_ready + task.block, width_tiles_, task.blocks);
+    task.WaitFor(at_.d_hidden_ready + task.block, d_width_tiles_, task.blocks);
     if (task.carry_in) {
       task.WaitFor(at_.gradient_done + expert + macrobatch - 1, gradient_tiles_);
     } else if (task.carry_out) {
@@ -316,6 +376,11 @@ class TaskList {
     // Dispatch of the last macrobatch; then, for each earlier one, its dispatch alternating with the
     // combine of the one after it; then the combine of macrobatch 0.
     const int64_t last = BlocksIn(macrobatches_ - 1);
+    if (!pushes_) {
+      const int64_t step = index < last ? 0 : 1 + (index - last) / macrobatch_blocks_;
+      const int64_t before = step == 0 ? 0 : last + (step - 1) * macrobatch_blocks_;
+      return Dispatch((macrobatches_ - 1 - step) * macrobatch_blocks_ + index - before);
+    }
     if (index < last) return Dispatch((macrobatches_ - 1) * macrobatch_blocks_ + index);
     index -= last;
     int64_t macrobatch = macrobatches_ - 2;  // to dispatch
@@ -335,6 +400,7 @@ class TaskList {
   }
 
   MOK_HD Task BackwardCommunication(int64_t index) const {
+    if (!pushes_) return Dispatch(index);
     const int64_t macrobatch = index / (2 * macrobatch_blocks_);
     index -= macrobatch * 2 * macrobatch_blocks_;
     const int64_t first = macrobatch * macrobatch_blocks_, blocks = BlocksIn(macrobatch);
@@ -345,7 +411,7 @@ class TaskList {
   MOK_HD Task Dispatch(int64_t block) const {
     Task task;
     task.macrobatch = block / macrobatch_blocks_;
-    Place(&task, backward_ ? Op::kReverseCombine : Op::kDispatch, block, 0, 1);
+    Place(&task, backward_ ? Op::kReverseCombine : Op::kDispatch, block, 0);
     WaitForRing(&task);
     task.signal = at_.x_ready + MinibatchOf(block);
     return task;
@@ -355,10 +421,17 @@ class TaskList {
   MOK_HD Task Combine(int64_t block) const {
     Task task;
     task.macrobatch = block / macrobatch_blocks_;
-    Place(&task, backward_ ? Op::kReverseDispatch : Op::kCombine, block, 0, 1);
+    Place(&task, backward_ ? Op::kReverseDispatch : Op::kCombine, block, 0);
     task.WaitFor(at_.out_ready + MinibatchOf(block), BlocksInMinibatch(MinibatchOf(block)) * hidden_tiles_);
     task.signal = at_.out_consumed + block;
     return task;
+  }
+
+  // The block's x (and dy) rows are there; what is gathered instead only needs its ring rows free.
+  MOK_HD void WaitForX(Task* task) const {
+    const int64_t minibatch = MinibatchOf(task->block);
+    if (pulls_) task->WaitFor(at_.x_ready + minibatch, BlocksInMinibatch(minibatch) * parts_);
+    else WaitForRing(task);
   }
 
   // Everything that read the ring rows of this block before has done so: the predecessor's minibatch is
@@ -376,7 +449,7 @@ class TaskList {
   // The predecessor's result rows have left the ring.
   MOK_HD void WaitForPush(Task* task) const {
     const int64_t before = Predecessor(task->block);
-    if (exchanges_ && before >= 0) task->WaitFor(at_.out_consumed + before, 1);
+    if (pushes_ && before >= 0) task->WaitFor(at_.out_consumed + before, parts_);
   }
 
   MOK_HD int64_t Predecessor(int64_t block) const {
@@ -385,10 +458,10 @@ class TaskList {
   }
   MOK_HD int64_t MinibatchOf(int64_t block) const { return block / minibatch_blocks_; }
 
-  MOK_HD void Place(Task* task, Op op, int64_t first_block, int64_t index, int64_t tiles) const {
+  MOK_HD void Place(Task* task, Op op, int64_t block, int64_t tile) const {
     task->op = op;
-    task->block = first_block + index / tiles;
-    task->tile = index % tiles;
+    task->block = block;
+    task->tile = tile;
     task->expert = ExpertOf(task->block * dims_.row_tile);
   }
 
@@ -396,14 +469,14 @@ class TaskList {
 
   MOK_HD int64_t NumShared() const {
     const int64_t gate_up = Computes(0) ? shared_width_tiles_ : 0;
-    const int64_t d_down = backward_ ? shared_width_tiles_ : 0;
+    const int64_t d_down = backward_ ? shared_d_width_tiles_ : 0;
     return token_blocks_ * (gate_up + d_down + hidden_tiles_) +
            (backward_ ? shared_gate_up_gradient_tiles_ + shared_down_gradient_tiles_ : 0);
   }
 
   MOK_HD Task Shared(int64_t index) const {
     const int64_t gate_up = Computes(0) ? shared_width_tiles_ : 0;
-    const int64_t d_down = backward_ ? shared_width_tiles_ : 0;
+    const int64_t d_down = backward_ ? shared_d_width_tiles_ : 0;
     Task task;
     if (index < token_blocks_ * gate_up) {
       PlaceShared(&task, Op::kSharedGateUp, index, gate_up);
@@ -414,32 +487,37 @@ class TaskList {
       task.signal = at_.shared_d_hidden_ready + task.block;
     } else if ((index -= token_blocks_ * d_down) < token_blocks_ * hidden_tiles_) {
       PlaceShared(&task, backward_ ? Op::kSharedDgradGateUp : Op::kSharedDown, index, hidden_tiles_);
-      const int64_t ready = backward_ ? at_.shared_d_hidden_ready : at_.shared_hidden_ready;
-      task.WaitFor(ready + task.block, shared_width_tiles_);
+      if (backward_) task.WaitFor(at_.shared_d_hidden_ready + task.block, shared_d_width_tiles_);
+      else task.WaitFor(at_.shared_hidden_ready + task.block, shared_width_tiles_);
     } else {
       index -= token_blocks_ * hidden_tiles_;
       task.op = index < shared_gate_up_gradient_tiles_ ? Op::kSharedGradGateUp : Op::kSharedGradDown;
       task.tile = index < shared_gate_up_gradient_tiles_ ? index : index - shared_gate_up_gradient_tiles_;
       task.blocks = token_blocks_;
-      task.WaitFor(at_.shared_d_hidden_ready, shared_width_tiles_, token_blocks_);
+      task.WaitFor(at_.shared_d_hidden_ready, shared_d_width_tiles_, token_blocks_);
     }
     return task;
   }
 
   MOK_HD void PlaceShared(Task* task, Op op, int64_t index, int64_t tiles) const {
     task->op = op;
-    task->block = index / tiles;
-    task->tile = index % tiles;
+    const int64_t group = index / (group_ * tiles);
+    index -= group * group_ * tiles;
+    const int64_t grouped = Min(group_, token_blocks_ - group * group_);
+    task->block = group * group_ + index % grouped;
+    task->tile = index / grouped;
   }
 
   Dims dims_;
   Pass pass_;
   const int32_t* row_offset_;
   CounterLayout at_;
-  bool exchanges_, backward_;
+  bool pulls_, pushes_, backward_;
+  int64_t parts_, group_;
   int64_t blocks_, minibatch_blocks_, macrobatch_blocks_, macrobatches_;
-  int64_t width_tiles_, hidden_tiles_, gate_up_gradient_tiles_, down_gradient_tiles_, gradient_tiles_;
-  int64_t token_blocks_, shared_width_tiles_, shared_gate_up_gradient_tiles_, shared_down_gradient_tiles_;
+  int64_t width_tiles_, d_width_tiles_, hidden_tiles_, gate_up_gradient_tiles_, down_gradient_tiles_, gradient_tiles_;
+  int64_t token_blocks_, shared_width_tiles_, shared_d_width_tiles_, shared_gate_up_gradient_tiles_,
+      shared_down_gradient_tiles_;
 };
 
 }  // namespace mok

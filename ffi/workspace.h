@@ -33,7 +33,7 @@ inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units) {
     dims->macrobatch = dims->macrobatch == 0 ? 0 : dims->capacity;
   }
   if (dims->minibatch == 0) {
-    const int64_t estimate = MinibatchEstimate(units, dims->row_tile, tiles.columns, dims->intermediate);
+    const int64_t estimate = MinibatchEstimate(units, dims->row_tile, 2 * tiles.gate_up_columns, dims->intermediate);
     dims->minibatch = Min(RoundUp(estimate, dims->row_tile), dims->capacity);
     // A given macrobatch must stay a multiple.
     if (dims->macrobatch > 0 && dims->macrobatch % dims->minibatch != 0) dims->minibatch = dims->row_tile;
@@ -67,22 +67,22 @@ inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, i
     return at;
   };
   const bool backward = pass.direction == Direction::kBackward;
-  const bool exchanges = d.Exchanges();
+  const bool exchanges = d.Exchanges(), pulls = exchanges || !tiles.gathers;
   const bool several = d.capacity > d.macrobatch;  // more than one macrobatch is possible
   const bool replays = backward && (several || !pass.context);
   const int64_t rows = d.macrobatch, s = storage_bytes, w = wide_bytes;
   const int64_t shared = d.tokens * d.shared_intermediate;
   *ring = Ring{};
-  ring->x = take(exchanges, rows * d.hidden, s);
+  ring->x = take(pulls, rows * d.hidden, s);
   ring->h = take(true, rows * d.intermediate, s);
   ring->out = take(exchanges, rows * d.hidden, s);
   ring->gate = take(replays, rows * d.intermediate, s);
   ring->up = take(replays, rows * d.intermediate, s);
-  ring->d_y = take(backward && exchanges, rows * d.hidden, s);
+  ring->d_y = take(backward && pulls, rows * d.hidden, s);
   ring->d_gate = take(backward, rows * d.intermediate, s);
   ring->d_up = take(backward, rows * d.intermediate, s);
   ring->weights = take(backward && exchanges, rows, w);
-  ring->d_weights = take(backward, rows * CeilDiv(d.intermediate, tiles.columns), w);
+  ring->d_weights = take(backward, rows * CeilDiv(d.intermediate, tiles.d_hidden_columns), w);
   ring->shared_h = take(true, shared, s);
   ring->shared_gate = take(backward && !pass.context, shared, s);
   ring->shared_up = take(backward && !pass.context, shared, s);
@@ -93,7 +93,7 @@ inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, i
   ring->returned = take(true, d.Routes() * d.hidden, s);
   ring->returned_d_weights = take(backward, d.Routes(), w);
   ring->counters = static_cast<int32_t*>(take(true, CounterLayout(d).total, sizeof(int32_t)));
-  ring->control = static_cast<int32_t*>(take(true, 16, sizeof(int32_t)));
+  ring->control = static_cast<int32_t*>(take(true, kControlWords, sizeof(int32_t)));
   ring->schedule_scratch = static_cast<int32_t*>(take(!backward, ScheduleScratch(d), sizeof(int32_t)));
   return used;
 }

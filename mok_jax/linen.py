@@ -1,5 +1,6 @@
 """The layer as a flax.linen module: it owns the parameters, routes, and calls moe()."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -58,7 +59,7 @@ class MoKMoE(nn.Module, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._options()  # refuses here what is wrong
+        _options_of(self)  # refuses here what is wrong
 
     @nn.compact
     def __call__(self, x: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
@@ -68,7 +69,7 @@ class MoKMoE(nn.Module, kw_only=True):
           x: float32, float64 or bfloat16 [..., hidden].
           token_mask: None, or bool [...]; False takes a token out.
         """
-        options = self._options()
+        options = _options_of(self)
         hidden = self.hidden or jnp.shape(x)[-1]
         values = {name: self._parameter(options, name, p) for name, p in options.parameters(hidden).items()}
         shared = None
@@ -86,26 +87,6 @@ class MoKMoE(nn.Module, kw_only=True):
             self.sow("intermediates", "tokens_per_expert", routing.tokens_per_expert)
         return y
 
-    def _options(self) -> LayerOptions:
-        return LayerOptions(
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            shared_intermediate=self.shared_intermediate,
-            scores=self.scores,
-            renormalize=self.renormalize,
-            scaling=self.scaling,
-            use_selection_bias=self.use_selection_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            config=self.config,
-            implementation=self.implementation,
-            mesh=self.mesh,
-            expert_axis=self.expert_axis,
-            token_axes=self.token_axes,
-        )
-
     def _parameter(self, options: LayerOptions, name: str, parameter: Parameter) -> jax.Array:
         def initial(key):
             return parameter.initial(self.router_init if name == "router" else self.kernel_init, key)
@@ -116,3 +97,8 @@ class MoKMoE(nn.Module, kw_only=True):
         value = self.param(name, initial, unbox=False)
         # Without the box's constraint, which Explicit axes would refuse: moe() shards what it reads.
         return value.unbox(apply_constraint=False) if isinstance(value, nn.Partitioned) else value
+
+
+def _options_of(module: MoKMoE) -> LayerOptions:
+    """No method: flax records calls of those, and `tabulate` fails where one comes before the scope is known."""
+    return LayerOptions(**{field.name: getattr(module, field.name) for field in dataclasses.fields(LayerOptions)})

@@ -6,22 +6,23 @@ Called by the two modules, which own the parameters.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.nn.initializers import Initializer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mok_jax.config import MoKConfig
 from mok_jax.moe import Weights, as_array, choose_implementation, describe, moe, show
-from mok_jax.placement import check_expert_axis, place
+from mok_jax.placement import Placement, as_axes, check_expert_axis, place
 from mok_jax.reference import HIGHEST, accumulation_dtype
 from mok_jax.routing import Routing, check_integer, check_mask, check_scoring, route
 
-LECUN_NORMAL = jax.nn.initializers.lecun_normal()
+# Compiled as a whole: one compilation for each shape in place of five.
+LECUN_NORMAL: Initializer = jax.jit(jax.nn.initializers.lecun_normal(), static_argnums=(1, 2))
 _DTYPES = ("float32", "float64", "bfloat16")
 
 
@@ -32,7 +33,7 @@ class Parameter(NamedTuple):
     dtype: Any
     experts: bool = False
 
-    def initial(self, initializer: Callable, key: jax.Array) -> jax.Array:
+    def initial(self, initializer: Initializer, key: jax.Array) -> jax.Array:
         """`initializer` for one matrix [in, out]; each expert has its own key, so its fan-in is its own."""
         if not self.experts:
             return initializer(key, self.shape, self.dtype)
@@ -92,9 +93,7 @@ class LayerOptions:
             raise TypeError(f"MoKMoE: mesh must be a jax.sharding.Mesh or None, got {describe(self.mesh)}")
         if not isinstance(self.expert_axis, str):
             raise TypeError(f"MoKMoE: expert_axis must be the name of a mesh axis, got {describe(self.expert_axis)}")
-        if self.token_axes is not None:  # a list or one name, as `moe` takes them
-            axes = (self.token_axes,) if isinstance(self.token_axes, str) else tuple(self.token_axes)
-            object.__setattr__(self, "token_axes", axes)
+        object.__setattr__(self, "token_axes", as_axes("MoKMoE", self.token_axes))  # hashable
         check_expert_axis("MoKMoE", self.expert_axis, self.known_mesh)
         ranks = self.known_mesh.shape.get(self.expert_axis, 1)
         if self.implementation is not None:
@@ -166,6 +165,8 @@ def apply_layer(
     mask = None if token_mask is None else _flatten(token_mask[..., None], x)[:, 0]
     if mask is not None:
         tokens = jnp.where(mask[:, None], tokens, 0)
+    placement = place(options.mesh, [tokens], options.expert_axis, options.token_axes)
+    placement.check_tokens("MoKMoE", tokens.shape[0], x, "pad x and set token_mask to False there")
 
     precise = jnp.promote_types(wide, weights.router.dtype)
     router = _reshard_like(weights.router.astype(precise), P(), tokens)
@@ -178,7 +179,7 @@ def apply_layer(
         selection_bias=weights.selection_bias,
         token_mask=mask,
         axis_names=_manual_token_axes(options, tokens),
-        on_each_device=functools.partial(_on_its_own_tokens, options, tokens),
+        on_each_device=functools.partial(_on_its_own_tokens, placement, tokens),
     )
     y = moe(
         tokens,
@@ -197,22 +198,13 @@ def apply_layer(
     return _unflatten(y, x), routing
 
 
-def _on_its_own_tokens(options: LayerOptions, tokens, function):
+def _on_its_own_tokens(placement: Placement, tokens, function):
     """`function` of [tokens, ...] on each device, over the axes and in the place that `moe` gives the tokens."""
-    placement = place(options.mesh, [tokens], options.expert_axis, options.token_axes)
-    if not placement.wrapped or tokens.shape[0] % placement.token_shards:  # the latter `moe` refuses
+    if not placement.wrapped:
         return function
     spec, _ = placement.specs()
-    run = jax.shard_map(
-        function,
-        mesh=None if placement.ambient else placement.mesh,
-        in_specs=spec,
-        out_specs=spec,
-        axis_names=set(placement.wrapped),
-        check_vma=placement.check_vma,
-    )
-    sharding = jax.typeof(tokens).sharding.spec
-    return lambda value: placement.reshard(run(placement.reshard(value, spec)), sharding)
+    run = placement.shard_map(function, (spec,), spec)
+    return lambda value: placement.reshard(run(value), jax.typeof(tokens).sharding.spec)
 
 
 def _check_layer_arguments(x, token_mask, router) -> None:

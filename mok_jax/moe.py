@@ -145,12 +145,7 @@ def _check_arguments(arrays: dict[str, Any], placement: Placement, config: MoKCo
         _check("shared w_up", arrays["shared w_up"], weight_dtypes, ("hidden", "intermediate"), **sizes)
         _check("shared w_down", arrays["shared w_down"], weight_dtypes, ("intermediate", "hidden"), **sizes)
 
-    if tokens % placement.token_shards:
-        raise ValueError(
-            f"moe: tokens must be divisible by the mesh axes {placement.wrapped_token_axes} of size "
-            f"{placement.token_shards}, got x {show(x)}; pad x with rows whose ids are -1 (MoKMoE: with a "
-            "token_mask), or name fewer token_axes"
-        )
+    placement.check_tokens("moe", tokens, x, "pad x with rows whose ids are -1")
     if experts % placement.expert_shards:
         raise ValueError(
             f"moe: experts must be divisible by the expert axis {placement.expert_axis!r} of size {placement.ranks}, "
@@ -178,12 +173,21 @@ def _check(name: str, array, dtypes: tuple[str, ...], axes: tuple[str, ...], **s
     if array.dtype.name not in dtypes:
         raise TypeError(f"{requirement}; cast it to {dtypes[0]}")
     if len(array.shape) != len(axes):
-        raise ValueError(f"{requirement}; it has {len(array.shape)} axes, not {len(axes)}")
+        raise ValueError(f"{requirement}; reshape it to {len(axes)} axes")
     for axis, size in zip(axes, array.shape, strict=True):
         if size != sizes.get(axis, size):
-            raise ValueError(f"{requirement}; its {axis} differs")
+            swapped = (*array.shape[:-2], array.shape[-1], array.shape[-2])
+            fits = all(size == sizes.get(axis, size) for axis, size in zip(axes, swapped, strict=True))
+            remedy = ", so swap its last two axes: .swapaxes(-1, -2)" * fits  # PyTorch has them so
+            raise ValueError(f"{requirement}; its {axis} must be {sizes[axis]} as in {_source(name, axis)}{remedy}")
         if size == 0 and axis != "tokens":
             raise ValueError(f"{requirement}; its {axis} must be at least 1")
+
+
+def _source(name: str, axis: str) -> str:
+    """The argument that sets the size of an axis of `name`."""
+    gate = "shared w_gate" if name.startswith("shared") else "w_gate"
+    return {"tokens": "x", "hidden": "x", "top_k": "expert_ids"}.get(axis, gate)
 
 
 def as_array(who: str, name: str, value) -> jax.Array:
@@ -347,16 +351,7 @@ def _moe(call: _Call, x, ids, weights, experts: Weights, shared: Weights | None)
         # JAX gives the residuals of a nested shard_map specs that name the outer axes, which do not
         # lower. Recomputed residuals need none.
         local = jax.checkpoint(local)
-    run = jax.shard_map(
-        local,
-        mesh=None if placement.ambient else placement.mesh,
-        in_specs=specs,
-        out_specs=tokens,
-        axis_names=set(placement.wrapped),
-        check_vma=placement.check_vma,
-    )
-    arguments = (x, ids, weights, experts, shared)
-    y = run(*jax.tree.map(placement.reshard, arguments, specs))
+    y = placement.shard_map(local, specs, tokens)(x, ids, weights, experts, shared)
     return placement.reshard(y, jax.typeof(x).sharding.spec)
 
 

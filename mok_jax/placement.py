@@ -5,6 +5,7 @@ Called by moe.py. Everything that only a mesh with more than one device needs is
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,6 +79,18 @@ class Placement:
         kept = [tuple(axis for axis in part if axis in explicit) or None for part in parts]
         return jax.sharding.reshard(value, NamedSharding(self.mesh, P(*kept)))
 
+    def shard_map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`function` on each device, over the axes that are not manual yet; its arguments resharded to their specs."""
+        run = jax.shard_map(
+            function,
+            mesh=None if self.ambient else self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.wrapped),
+            check_vma=self.check_vma,
+        )
+        return lambda *arguments: run(*jax.tree.map(self.reshard, arguments, in_specs))
+
     def index(self) -> jax.Array:
         """int32 [2]: this device's rank on the expert axis, and its group's number over all other axes.
 
@@ -90,6 +103,15 @@ class Placement:
             else:
                 group = group * self.mesh.shape[axis] + lax.axis_index(axis)
         return jnp.stack([rank, group]).astype(jnp.int32)
+
+    def check_tokens(self, who: str, tokens: int, x: jax.Array, remedy: str) -> None:
+        """Raises ValueError where the axes do not divide the tokens; `remedy` is how to pad them."""
+        if tokens % self.token_shards:
+            raise ValueError(
+                f"{who}: tokens must be divisible by the mesh axes {self.wrapped_token_axes} of size "
+                f"{self.token_shards}, got {tokens} in x {x.dtype.name}{list(x.shape)}; {remedy}, "
+                "or name fewer token_axes"
+            )
 
     def _axes(self, holds) -> tuple[str, ...]:
         kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
@@ -121,8 +143,8 @@ def place(mesh: AnyMesh | None, arrays: list[Any], expert_axis: str, token_axes:
         mesh = context
     names = mesh.axis_names
     check_expert_axis("moe", expert_axis, mesh)
+    token_axes = as_axes("moe", token_axes)
     if token_axes is not None:
-        token_axes = (token_axes,) if isinstance(token_axes, str) else tuple(token_axes)
         unknown = [axis for axis in token_axes if axis not in names]
         if unknown:
             raise ValueError(f"moe: token_axes must name axes of the mesh {tuple(names)}, got {unknown[0]!r}")
@@ -137,6 +159,18 @@ def place(mesh: AnyMesh | None, arrays: list[Any], expert_axis: str, token_axes:
 
 
 DEFAULT_EXPERT_AXIS = "expert"
+
+
+def as_axes(who: str, token_axes: Any) -> tuple[str, ...] | None:
+    """One name or several, as a tuple."""
+    if token_axes is None:
+        return None
+    axes = (token_axes,) if isinstance(token_axes, str) else token_axes
+    if not isinstance(axes, (tuple, list)) or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(
+            f"{who}: token_axes must be names of mesh axes or None, got {type(token_axes).__name__} {token_axes!r}"
+        )
+    return tuple(axes)
 
 
 def check_expert_axis(who: str, expert_axis: str, mesh: AnyMesh) -> None:

@@ -91,6 +91,8 @@ def moe_reference(x, expert_ids, router_weights, w_gate, w_up, w_down, shared=No
         # Rows of other experts are zeros, not merely unused: a NaN among them would reach this
         # expert's weight gradient as NaN * 0.
         rows = jnp.where(routed.any(axis=1, keepdims=True), wide_x, 0)
+        # For the same reason an expert without rows has an exactly zero gradient whatever its weights hold.
+        weights = [jnp.where(routed.any(), w, 0) for w in weights]
         out = expert_ffn(rows, *weights, dtype, limit)
         return jnp.where(routed[:, :, None], out[:, None, :], returned), None
 

@@ -99,7 +99,7 @@ def route(
     # Without a bias by the logits themselves: scores that round to the same number would tie.
     selection = logits
     if selection_bias is not None:
-        selection = jnp.where(jnp.isneginf(logits), -jnp.inf, jnp.exp(log_scores) + selection_bias)
+        selection = jnp.where(jnp.isneginf(logits), -jnp.inf, jnp.exp(log_scores) + jnp.asarray(selection_bias)[None])
     choose = on_each_device(lambda selection: lax.top_k(selection, top_k)[1].astype(jnp.int32))
     ids = choose(lax.stop_gradient(jnp.where(finite, selection, 0)))
     if unmasked is not None:
@@ -122,7 +122,7 @@ def _statistics(logits, log_scores, ids, unmasked, axis_names):
     squares = jnp.square(jax.nn.logsumexp(logits, axis=1, keepdims=True))
     if unmasked is not None:
         shares, squares = jnp.where(unmasked, shares, 0), jnp.where(unmasked, squares, 0)
-    counts = (ids[:, :, None] == jnp.arange(experts, dtype=ids.dtype)).sum(axis=(0, 1), dtype=jnp.int32)
+    counts = (ids[:, :, None] == jnp.arange(experts, dtype=ids.dtype)[None, None]).sum(axis=(0, 1), dtype=jnp.int32)
     tokens = (ids[:, 0] >= 0).sum(dtype=jnp.int32)
     sums = shares.sum(axis=0), squares.sum(), counts, tokens
     if axis_names:

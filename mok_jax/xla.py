@@ -39,7 +39,7 @@ def moe_xla(x, ids, weights, experts, shared, limit, expert_axis):
     order = jnp.argsort(flat, stable=True)
     in_order = flat[order]
     peer = jnp.minimum(in_order // local_experts, ranks)
-    first_of_peer = jnp.searchsorted(peer, jnp.arange(ranks + 1)).astype(jnp.int32)
+    first_of_peer = jnp.searchsorted(peer, jnp.arange(ranks + 1, dtype=jnp.int32)).astype(jnp.int32)
     slot = jnp.arange(routes, dtype=jnp.int32) - first_of_peer[peer]
     target = jnp.where(peer < ranks, peer * routes + slot, ranks * routes)  # out of range: dropped
 
@@ -56,7 +56,7 @@ def moe_xla(x, ids, weights, experts, shared, limit, expert_axis):
     expert_of_row = scatter(in_order % local_experts, local_experts)
 
     by_expert = jnp.argsort(expert_of_row, stable=True)
-    counts = (expert_of_row[:, None] == jnp.arange(local_experts)).sum(axis=0, dtype=jnp.int32)
+    counts = (expert_of_row[:, None] == jnp.arange(local_experts, dtype=jnp.int32)[None]).sum(axis=0, dtype=jnp.int32)
     out = _grouped_ffn(limit, rows[by_expert], counts, *experts)
     # Rows past the last group were never computed; they must not reach the sender as they are.
     out = jnp.where((expert_of_row < local_experts)[by_expert][:, None], out, 0)

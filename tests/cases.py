@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import AxisType
 
 import mok_jax
 
@@ -174,6 +176,27 @@ def cotangent_of(x):
     return jnp.asarray(np.random.default_rng(99).normal(size=x.shape), x.dtype)
 
 
+# ---- meshes of the eight devices ----
+
+MESHES = {
+    "e8": ((8,), ("expert",)),
+    "e2_d4": ((2, 4), ("expert", "data")),
+    "d2_e4": ((2, 4), ("data", "expert")),
+    "d4_e2": ((4, 2), ("data", "expert")),
+    "e2_d2_m2": ((2, 2, 2), ("expert", "data", "model")),
+    "d2_e2_m2": ((2, 2, 2), ("data", "expert", "model")),
+    "d2_m2_e2": ((2, 2, 2), ("data", "model", "expert")),
+}
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def mesh_of(name="d2_e4", kind="auto"):
+    shape, axes = MESHES[name]
+    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(axes))
+
+
 # ---- running ----
 
 
@@ -310,3 +333,10 @@ def assert_same_bits(actual, expected):
         assert got.dtype == want.dtype and got.shape == want.shape, jax.tree_util.keystr(path)
         differ = np.ascontiguousarray(got).view(np.uint8) != np.ascontiguousarray(want).view(np.uint8)
         assert not differ.any(), f"{jax.tree_util.keystr(path)}: {differ.sum()} bytes differ"
+
+
+def refuse(error, text, function, *arguments, **options):
+    """The call raises `error`, and `text` is all that it says."""
+    with pytest.raises(error) as caught:
+        function(*arguments, **options)
+    assert str(caught.value) == text

@@ -4,8 +4,8 @@ import dataclasses
 import pickle
 
 import pytest
+from cases import refuse
 
-import mok_jax
 from mok_jax import MoKConfig
 
 NUMBER = "a finite number >= 0 or None"
@@ -44,9 +44,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("field", "value", "error", "text"), REFUSED, ids=[f"{r[0]}={r[1]!r}" for r in REFUSED])
 def test_refused(field, value, error, text):
-    with pytest.raises(error) as caught:
-        MoKConfig(**{field: value})
-    assert str(caught.value) == f"MoKConfig: {text}"
+    refuse(error, f"MoKConfig: {text}", MoKConfig, **{field: value})
 
 
 @pytest.mark.parametrize(
@@ -68,9 +66,7 @@ def test_refused(field, value, error, text):
     ids=["minibatch", "macrobatch", "macrobatch_below_minibatch"],
 )
 def test_sizes_that_do_not_divide(fields, text):
-    with pytest.raises(ValueError) as caught:
-        MoKConfig(**fields)
-    assert str(caught.value) == f"MoKConfig: {text}"
+    refuse(ValueError, f"MoKConfig: {text}", MoKConfig, **fields)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +113,5 @@ def test_timeout_in_force(monkeypatch, field, variable, seconds):
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf", " "])
 def test_a_bad_timeout_variable_is_refused(monkeypatch, text):
     monkeypatch.setenv("MOK_TIMEOUT", text)
-    with pytest.raises(ValueError) as caught:
-        mok_jax.MoKConfig().timeout_seconds()
-    assert str(caught.value) == f"MOK_TIMEOUT must be a number of seconds > 0, got {text!r}; unset it for 20"
+    text = f"MOK_TIMEOUT must be a number of seconds > 0, got {text!r}; unset it for 20"
+    refuse(ValueError, text, MoKConfig().timeout_seconds)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import (
     CPU_IMPLEMENTATIONS,
+    KINDS,
     TINY,
     Case,
     assert_near,
@@ -18,31 +19,17 @@ from cases import (
     compiled,
     cotangent_of,
     gradients_of,
+    kinds,
     make_case,
+    mesh_of,
     run,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 implementations = pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS)
-kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 
 SIZES = dict(tokens=24, hidden=12, intermediate=20, shared=28, experts=8, top_k=3)
-
-MESHES = {
-    "e8": ((8,), ("expert",)),
-    "e2_d4": ((2, 4), ("expert", "data")),
-    "d2_e4": ((2, 4), ("data", "expert")),
-    "d4_e2": ((4, 2), ("data", "expert")),
-    "e2_d2_m2": ((2, 2, 2), ("expert", "data", "model")),
-    "d2_e2_m2": ((2, 2, 2), ("data", "expert", "model")),
-    "d2_m2_e2": ((2, 2, 2), ("data", "model", "expert")),
-}
-
-
-def mesh_of(name, kind=AxisType.Auto):
-    shape, axes = MESHES[name]
-    return jax.make_mesh(shape, axes, axis_types=(kind,) * len(axes))
 
 
 def place(case: Case, mesh, placement) -> Case:
@@ -116,7 +103,7 @@ ROWS = [(i, *row) for i in CPU_IMPLEMENTATIONS for row in (MATRIX[::3] if i == "
 )
 def test_matrix(implementation, name, kind, placement, how):
     case, expected = on_one_device()
-    mesh = mesh_of(name, {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind])
+    mesh = mesh_of(name, kind)
     result = run_on(mesh, case, implementation, placement, named=how == "named", ambient=how == "ambient", config=TINY)
     assert_as_on_one_device(result, expected)
 
@@ -195,7 +182,7 @@ def test_an_expert_axis_of_another_name(implementation):
 @kinds
 def test_a_mesh_without_an_expert_axis_has_one_rank(implementation, kind):
     case, expected = on_one_device()
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(KINDS[kind],))
     result = run(jax.device_put(case, NamedSharding(mesh, P())), implementation, mesh=mesh, config=TINY)
     assert_as_on_one_device(result, expected)
 
@@ -276,12 +263,12 @@ def test_inside_a_fully_manual_shard_map(implementation, check_vma):
 @pytest.mark.parametrize(
     ("name", "kind", "manual", "experts", "check_vma"),
     [
-        ("d2_e4", AxisType.Auto, ("data",), None, True),
-        ("d2_e4", AxisType.Explicit, ("data",), None, True),
-        ("d2_e4", AxisType.Auto, ("expert",), "expert", True),
-        ("d2_e4", AxisType.Auto, ("expert",), "expert", False),
-        ("d2_e4", AxisType.Explicit, ("expert",), "expert", True),
-        ("d2_e2_m2", AxisType.Auto, ("expert", "model"), "expert", True),
+        ("d2_e4", "auto", ("data",), None, True),
+        ("d2_e4", "explicit", ("data",), None, True),
+        ("d2_e4", "auto", ("expert",), "expert", True),
+        ("d2_e4", "auto", ("expert",), "expert", False),
+        ("d2_e4", "explicit", ("expert",), "expert", True),
+        ("d2_e2_m2", "auto", ("expert", "model"), "expert", True),
     ],
     ids=["data", "data_explicit", "expert", "expert_no_vma", "expert_explicit", "expert_model"],
 )

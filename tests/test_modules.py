@@ -9,8 +9,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from cases import IMPLEMENTATIONS, TINY, assert_near, assert_same_bits, bound, tiny
+from cases import IMPLEMENTATIONS, TINY, assert_near, assert_same_bits, bound, kinds, mesh_of, refuse, tiny
 from flax import nnx
 from jax.nn.initializers import lecun_normal, zeros
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -224,18 +225,19 @@ def test_weight_gradients_are_not_rounded_to_the_compute_dtype(implementation):
 
 
 def test_router_logits_are_in_float32():
-    # Expert 4's column is nearer to expert 2's than bfloat16 can tell, and a little better for every token.
-    rng = np.random.default_rng(0)
-    router = np.asarray(rng.normal(size=(HIDDEN, 6)), np.float32)
-    router[:, 2] = 8 * np.abs(router[:, 2])
-    router[:, 4] = router[:, 2] * (1 + 2**-11)
-    x = jnp.asarray(np.abs(rng.normal(size=(37, HIDDEN))), jnp.bfloat16)
-    layer = layer_of("nnx", implementation="reference", top_k=1)
-    parameters = parameters_of("float32") | {"router": jnp.asarray(router)}
+    # The columns of each two of 384 experts are nearer to each other than bfloat16 can tell.
+    x = x_of(192, dtype="bfloat16")
+    pairs = np.asarray(x, np.float64).T[:, :, None]
+    larger = 1 + 2.0**-11 * np.array([1, -1]) * np.where(np.arange(192) % 2, 1, -1)[:, None]
+    router = jnp.asarray((pairs * larger).reshape(HIDDEN, 384), "float32")
+    choice = (np.asarray(x, np.float64) @ np.asarray(router, np.float64)).argmax(axis=1)
+    layer = layer_of("nnx", implementation="xla", num_experts=384, top_k=1)
+    parameters = parameters_of("float32", experts=384) | {"router": router}
     _, recorded = jax.jit(layer)(parameters, x)
-    assert recorded["tokens_per_expert"].tolist() == [0, 0, 0, 0, 37, 0]
+    assert (recorded["tokens_per_expert"] == np.bincount(choice, minlength=384)).all()
+    assert 0 < (choice % 2).sum() < 192  # neither the first nor the second of each pair
     text = str(jax.make_jaxpr(layer)(parameters, x))
-    (dot,) = re.findall(r"f32\[37,6\] = dot_general\[(.*?)\n\s*\]", text, re.DOTALL)
+    (dot,) = re.findall(r"f32\[192,384\] = dot_general\[(.*?)\n\s*\]", text, re.DOTALL)
     assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in dot
 
 
@@ -252,12 +254,11 @@ def test_router_stays_float32(framework):
 @frameworks
 def test_a_router_that_was_cast_is_refused(framework):
     cast = {name: p.astype(jnp.bfloat16) for name, p in parameters_of().items()}
-    with pytest.raises(TypeError) as caught:
-        layer_of(framework, implementation="reference")(cast, x_of(2, dtype=jnp.bfloat16))
-    assert str(caught.value) == (
+    text = (
         "MoKMoE: router must be float32 or float64[hidden, experts], got bfloat16[24, 6]; "
         "leave it out when parameters are cast: a small error changes the choice of experts"
     )
+    refuse(TypeError, text, layer_of(framework, implementation="reference"), cast, x_of(2, dtype=jnp.bfloat16))
 
 
 def test_pickle():
@@ -318,21 +319,25 @@ def test_selection_bias_is_no_parameter(framework):
 
 
 def test_selection_bias_is_updated_by_the_trainer():
-    module = module_of("nnx", use_selection_bias=True, implementation="reference", dtype=jnp.float32)
+    module = module_of("nnx", use_selection_bias=True, implementation="reference", dtype=jnp.float32, **RANDOM)
+    optimizer = nnx.Optimizer(module, optax.adamw(1e-3, weight_decay=0.1), wrt=nnx.Param)
 
     @nnx.jit
-    def step(module, x):
+    def step(module, optimizer, x):
         def loss(module):
             y, recorded = nnx.capture(module, nnx.Intermediate)(x)
             return (y**2).mean(), recorded["tokens_per_expert"][0]
 
         gradients, counts = nnx.grad(loss, has_aux=True)(module)
         module.selection_bias[...] += 100.0 * (counts == counts.min())
+        optimizer.update(module, gradients)
         return gradients, counts
 
-    gradients, before = step(module, x_of(37, dtype=jnp.float32))
-    assert "selection_bias" not in gradients
-    _, after = step(module, x_of(37, dtype=jnp.float32))
+    router = module.router[...]
+    gradients, before = step(module, optimizer, x_of(37, dtype=jnp.float32))
+    assert "selection_bias" not in gradients and (module.router[...] != router).all()
+    assert_same_bits(module.selection_bias[...], 100 * np.float32(before == before.min()))
+    _, after = step(module, optimizer, x_of(37, dtype=jnp.float32))
     assert before.min() < 37 and after[before.argmin()] == 37
 
 
@@ -346,6 +351,7 @@ def test_nnx_records_within_a_capture_only():
     assert jax.tree.structure(nnx.split(module)) == before
     _, recorded = nnx.capture(module, nnx.Intermediate)(x_of(5, dtype=jnp.float32))
     assert set(recorded) == set(RECORDED) and all(len(recorded[name]) == 1 for name in RECORDED)
+    assert not nnx.capture(module, nnx.Perturbation)(x_of(5, dtype=jnp.float32))[1]
     assert jax.tree.structure(nnx.split(module)) == before
 
 
@@ -485,26 +491,33 @@ def test_micro_batches_have_the_counts_of_the_whole_batch():
 
 # ---- over meshes ----
 
-MESHES = {
-    "e8": ((8,), ("expert",)),
-    "d2_e4": ((2, 4), ("data", "expert")),
-    "d4_e2": ((4, 2), ("data", "expert")),
+OTHERWISE = {  # as FSDP leaves them
+    "router": P("data"),
+    "w_gate": P("expert", "data"),
+    "w_up": P("data"),
+    "w_down": P(None, None, "expert"),
+    "shared_gate": P("data", "expert"),
+    "shared_up": P(None, "data"),
+    "shared_down": P("expert"),
 }
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-def mesh_of(name, kind="auto"):
-    shape, axes = MESHES[name]
-    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(axes))
-
-
-def placed(mesh, spec, x):
-    """The parameters as the modules make them, and x as in `spec`."""
+def placed(mesh, spec, x, specs=None):
+    """The parameters as the modules make them or as in `specs`, and x as in `spec`."""
+    specs = specs or {name: P("expert") if name.startswith("w_") else P() for name in OTHERWISE}
     parameters = {
-        name: jax.device_put(value, NamedSharding(mesh, P("expert") if value.ndim == 3 else P()))
+        name: jax.device_put(value, NamedSharding(mesh, specs[name]))
         for name, value in parameters_of(experts=8).items()
     }
     return parameters, jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def residual_of(layer):
+    def residual(parameters, x, mask):
+        y, recorded = layer(parameters, x, mask)
+        return x + y, recorded  # under Explicit axes y must have x's sharding
+
+    return residual
 
 
 EVERY = ("data", "expert")
@@ -536,14 +549,41 @@ def test_mesh_is_one_device(framework, implementation, name, kind, spec, how):
     mesh, x, mask = mesh_of(name, kind), x_of(8, 16), mask_of(8, 16)
     named = dict(mesh=mesh) if how == "named" else {}
     layer = layer_of(framework, implementation=implementation, config=TINY, num_experts=8, **named)
-
-    def residual(parameters, x, mask):
-        y, recorded = layer(parameters, x, mask)
-        return x + y, recorded  # under Explicit axes y must have x's sharding
-
     with jax.set_mesh(mesh) if how == "ambient" else contextlib.nullcontext():
-        results = run(residual, *placed(mesh, spec, x), mask)
+        results = run(residual_of(layer), *placed(mesh, spec, x), mask)
     assert_near(results, expected_on_a_mesh(), 1e-12)
+
+
+@kinds
+def test_parameters_sharded_otherwise(kind):
+    layer = layer_of("nnx", implementation="host", config=TINY, num_experts=8)
+    mesh = mesh_of(kind=kind)
+    results = run(residual_of(layer), *placed(mesh, P("data", None, "expert"), x_of(8, 16), OTHERWISE), mask_of(8, 16))
+    assert_near(results, expected_on_a_mesh(), 1e-12)
+
+
+@pytest.mark.parametrize("token_axes", [["expert", "data"], "expert"], ids=["list", "name"])
+def test_token_axes_as_moe_takes_them(token_axes):
+    mesh = mesh_of()
+    layer = layer_of("nnx", implementation="host", num_experts=8, mesh=mesh, token_axes=token_axes)
+    y, _ = jax.jit(residual_of(layer))(parameters_of(experts=8), x_of(8, 16), mask_of(8, 16))
+    assert_near({"y": y}, {"y": expected_on_a_mesh()["y"]}, 1e-12)
+
+
+def test_steps_on_two_ranks_are_those_of_one_device():
+    def trained(mesh):
+        layer = layer_of("nnx", implementation="host", config=TINY, num_experts=8, mesh=mesh)
+
+        def step(parameters, _):
+            results = results_of(layer, parameters, x_of(8, 16), mask_of(8, 16))
+            return {name: p - 0.01 * results[f"d_{name}"] for name, p in parameters.items()}, results["y"]
+
+        return jax.device_get(jax.jit(lambda p: jax.lax.scan(step, p, None, 3))(parameters_of(experts=8)))
+
+    devices = jax.devices()[:2]
+    (one, y), (two, y_of_two) = trained(None), trained(jax.make_mesh((2,), ("expert",), devices=devices))
+    assert_near(two | {"y": y_of_two}, one | {"y": y}, 1e-12)
+    assert all(np.abs(one[name] - value).max() > 1e-3 for name, value in parameters_of(experts=8).items())
 
 
 def mask_of(*leading):
@@ -552,29 +592,28 @@ def mask_of(*leading):
 
 @functools.cache
 def expected_on_a_mesh():
-    def residual(parameters, x, mask):
-        y, recorded = by_hand(parameters, x, mask)
-        return x + y, recorded
-
-    return run(residual, parameters_of(experts=8), x_of(8, 16), mask_of(8, 16))
+    return run(residual_of(by_hand), parameters_of(experts=8), x_of(8, 16), mask_of(8, 16))
 
 
+# (framework, manual axes, those that split the tokens, check_vma)
 MANUAL = {
-    "nnx-all-vma": ("nnx", EVERY, True),
-    "linen-all-no_vma": ("linen", EVERY, False),
-    "nnx-data-no_vma": ("nnx", ("data",), False),
-    "linen-data-vma": ("linen", ("data",), True),
+    "nnx-all-vma": ("nnx", EVERY, EVERY, True),
+    "linen-all-no_vma": ("linen", EVERY, EVERY, False),
+    "nnx-all-replicated_over_data": ("nnx", EVERY, ("expert",), True),
+    "nnx-data-no_vma": ("nnx", ("data",), ("data",), False),
+    "linen-data-vma": ("linen", ("data",), ("data",), True),
+    "linen-expert-vma": ("linen", ("expert",), ("expert",), True),
 }
 
 
-@pytest.mark.parametrize(("framework", "manual", "check_vma"), MANUAL.values(), ids=MANUAL)
-def test_inside_a_shard_map(framework, manual, check_vma):
-    mesh = mesh_of("d2_e4")
+@pytest.mark.parametrize(("framework", "manual", "split", "check_vma"), MANUAL.values(), ids=MANUAL)
+def test_inside_a_shard_map(framework, manual, split, check_vma):
+    mesh = mesh_of()
     layer = layer_of(framework, implementation="xla", num_experts=8)
-    tokens, by_expert = P(manual), P("expert" if "expert" in manual else None)
+    tokens, by_expert = P(split), P("expert" if "expert" in manual else None)
     specs = {name: by_expert if name.startswith("w_") else P() for name in parameters_of()}
     inside = jax.shard_map(
-        lambda parameters, x, mask: layer(parameters, x, mask),
+        layer,
         mesh=mesh,
         in_specs=(specs, tokens, tokens),
         out_specs=(tokens, {name: P() for name in RECORDED}),
@@ -582,19 +621,15 @@ def test_inside_a_shard_map(framework, manual, check_vma):
         check_vma=check_vma,
     )
 
-    def residual(parameters, x, mask):
-        y, recorded = inside(parameters, x, mask)
-        return x + y, recorded
-
     with jax.set_mesh(mesh):
-        results = run(residual, parameters_of(experts=8), x_of(8, 16), mask_of(8, 16))
+        results = run(residual_of(inside), parameters_of(experts=8), x_of(8, 16), mask_of(8, 16))
     assert_near(results, expected_on_a_mesh(), 1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_no_device_reads_the_scores_of_others(kind):
     # XLA cannot split a top-k: by itself it gathers all scores on every device.
-    mesh = mesh_of("d2_e4", kind)
+    mesh = mesh_of(kind=kind)
     layer = layer_of("nnx", implementation="xla", num_experts=8)
     x = jax.device_put(x_of(8, 16, dtype=jnp.float32), NamedSharding(mesh, P(EVERY)))
     parameters = {name: value.astype(jnp.float32) for name, value in parameters_of(experts=8).items()}
@@ -628,10 +663,10 @@ PLACES = {
     "none": (None, "none", False),
     "lacking-given": (other_mesh, "given", False),
     "lacking-ambient": (other_mesh, "ambient", False),
-    "auto-given": (functools.partial(mesh_of, "d2_e4"), "given", True),
-    "auto-ambient": (functools.partial(mesh_of, "d2_e4"), "ambient", True),
-    "explicit-given": (functools.partial(mesh_of, "d2_e4", "explicit"), "given", True),
-    "explicit-ambient": (functools.partial(mesh_of, "d2_e4", "explicit"), "ambient", True),
+    "auto-given": (mesh_of, "given", True),
+    "auto-ambient": (mesh_of, "ambient", True),
+    "explicit-given": (functools.partial(mesh_of, kind="explicit"), "given", True),
+    "explicit-ambient": (functools.partial(mesh_of, kind="explicit"), "ambient", True),
     "mixed-given": (mixed_mesh, "given", True),
     "mixed-ambient": (mixed_mesh, "ambient", True),
 }
@@ -649,18 +684,18 @@ def test_construction(framework, make, how, has_axis):
     assert specs == {name: experts if name.startswith("w_") else P() for name in parameters_of()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_nnx_makes_the_experts_sharded(kind):
-    with jax.set_mesh(mesh_of("d2_e4", kind)):
+    with jax.set_mesh(mesh_of(kind=kind)):
         module = module_of("nnx", num_experts=8)
         layers = nnx.vmap(lambda rngs: module_of("nnx", num_experts=8))(nnx.Rngs(0).split(3))
     assert module.w_down[...].sharding.shard_shape((8, 40, HIDDEN)) == (2, 40, HIDDEN)
     assert layers.w_down[...].sharding.shard_shape((3, 8, 40, HIDDEN)) == (3, 2, 40, HIDDEN)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_linen_parameters_may_stay_boxed(kind):
-    mesh = mesh_of("d2_e4", kind)
+    mesh = mesh_of(kind=kind)
     with jax.set_mesh(mesh):
         module, x = module_of("linen", num_experts=8, implementation="xla", **RANDOM), x_of(8, dtype=jnp.float32)
         variables = jax.jit(module.init)(jax.random.key(0), x)
@@ -689,6 +724,11 @@ def test_linen_makes_what_nnx_makes():
     described = (jax.tree.map(lambda p: (p.shape, p.dtype), tree) for tree in (variables["params"], parameters))
     assert dict(next(described)) == next(described)
     assert (variables["params"]["router"] == 1).all() and (parameters["router"] == 1).all()
+
+
+def test_linen_tabulates():
+    table = module_of("linen", implementation="reference").tabulate(jax.random.key(0), x_of(5, dtype=jnp.float32))
+    assert "w_gate" in table and "MoKMoE" in table
 
 
 # ---- transformations ----
@@ -738,12 +778,6 @@ def test_vmap_is_a_loop(implementation):
 # ---- errors ----
 
 
-def refuse(error, text, call, *arguments, **options):
-    with pytest.raises(error) as caught:
-        call(*arguments, **options)
-    assert str(caught.value) == text
-
-
 DTYPE_NAMES = "('float32', 'float64', 'bfloat16')"
 INDIVISIBLE = (
     "MoKMoE: num_experts must be divisible by the expert axis 'expert' of size 4, got 6; use 8 experts or another mesh"
@@ -751,6 +785,11 @@ INDIVISIBLE = (
 
 # name: (options, error, text)
 WRONG = {
+    "expert_axis": (
+        dict(expert_axis=["expert"]),
+        TypeError,
+        "MoKMoE: expert_axis must be the name of a mesh axis, got list ['expert']",
+    ),
     "intermediate": (dict(intermediate=0), ValueError, "MoKMoE: intermediate must be an integer >= 1, got 0"),
     "num_experts": (dict(num_experts=2.0), TypeError, "MoKMoE: num_experts must be an integer >= 1, got float 2.0"),
     "top_k": (dict(top_k=7), ValueError, "MoKMoE: top_k must be an integer from 1 to num_experts 6, got 7"),
@@ -779,6 +818,7 @@ WRONG = {
         ValueError,
         "moe: implementation must be one of ('cuda', 'host', 'xla', 'reference') or None, got 'best'",
     ),
+    "token_axes": (dict(token_axes=3), TypeError, "MoKMoE: token_axes must be names of mesh axes or None, got int 3"),
     "mesh": (dict(mesh="d2_e4"), TypeError, "MoKMoE: mesh must be a jax.sharding.Mesh or None, got str 'd2_e4'"),
     "indivisible": (dict(mesh=AbstractMesh((2, 4), ("data", "expert"))), ValueError, INDIVISIBLE),
 }
@@ -792,8 +832,18 @@ def test_options_are_refused_at_construction(framework, options, error, text):
 
 @frameworks
 def test_experts_that_the_ambient_mesh_cannot_divide(framework):
-    with jax.set_mesh(mesh_of("d2_e4")):
+    with jax.set_mesh(mesh_of()):
         refuse(ValueError, INDIVISIBLE, module_of, framework)
+
+
+@frameworks
+def test_tokens_that_the_mesh_does_not_divide(framework):
+    layer = layer_of(framework, num_experts=8, mesh=mesh_of())
+    text = (
+        "MoKMoE: tokens must be divisible by the mesh axes ('data', 'expert') of size 8, got 36 in "
+        "x float64[4, 9, 24]; pad x and set token_mask to False there, or name fewer token_axes"
+    )
+    refuse(ValueError, text, layer, parameters_of(experts=8), x_of(4, 9))
 
 
 X_DTYPES = "float32 or float64 or bfloat16"

@@ -133,6 +133,15 @@ def test_a_slot_without_expert_reads_nothing(implementation):
     assert not result["d_router_weights"][-10:].any()
 
 
+@pytest.mark.parametrize("implementation", ["reference", "host"])  # XLA's own ragged_dot reads every expert
+def test_an_expert_without_rows_is_not_read(implementation):
+    case, _, _ = known("f32", "holes", **SMALL)  # rows for the odd experts only
+    broken = case._replace(w_gate=case.w_gate.at[2].set(jnp.nan), w_down=case.w_down.at[2].set(jnp.inf))
+    result = run(broken, implementation, config=TINY)
+    assert_same_bits(result, run(case, implementation, config=TINY))
+    assert not result["d_w_gate"][2].any()
+
+
 @implementations
 @dtypes
 def test_the_same_inputs_give_the_same_bits(implementation, dtype):

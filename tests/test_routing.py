@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_near, assert_same_bits
+from cases import assert_near, assert_same_bits, mesh_of, refuse
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -306,10 +306,6 @@ def test_masked_tokens_have_no_share(scores):
 # ---- inside shard_map ----
 
 
-def mesh_of():
-    return jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
-
-
 def weighted(routing):
     return 0.3 * routing.load_balance_loss + 0.1 * routing.router_z_loss
 
@@ -460,6 +456,4 @@ WRONG = {
 
 @pytest.mark.parametrize(("arguments", "error", "text"), WRONG.values(), ids=WRONG)
 def test_refusal(arguments, error, text):
-    with pytest.raises(error) as caught:
-        route(**GOOD | arguments)
-    assert str(caught.value) == text
+    refuse(error, text, route, **GOOD | arguments)

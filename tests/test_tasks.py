@@ -17,7 +17,9 @@ from mok_jax import ops
 host = ops._host
 
 TILE = 8
-TILES = (4, 4, 4)  # columns, gradient rows, gradient columns
+# Of each target: columns of gate-up, dgrad-down and the hidden axis, rows and columns of both weight
+# gradients, blocks in a group, communication tasks in a block; whether it gathers on one rank.
+TARGETS = {"gathering": ((4, 4, 4, 4, 4, 4, 4, 1, 1), True), "pulling": ((4, 6, 4, 4, 4, 4, 4, 2, 2), False)}
 MACROBATCH = 4 * TILE
 
 # Real rows per expert: more than two macrobatches, an expert over three of them, empty ones at each edge.
@@ -34,7 +36,7 @@ COUNTS = {
 }
 
 
-def listing(counts, *, ranks=2, backward=False, context=True, gradients=15, shared=6):
+def listing(counts, *, ranks=2, backward=False, context=True, gradients=15, shared=6, target="gathering"):
     """The list for one rank that holds these experts."""
     tokens = max(1, sum(counts))
     dims = make_dims(
@@ -51,14 +53,22 @@ def listing(counts, *, ranks=2, backward=False, context=True, gradients=15, shar
     )
     offsets = np.concatenate([[0], np.cumsum([-(-c // TILE) * TILE for c in counts])]).astype(np.int32)
     pass_ = host.Pass(backward=backward, context=context, gradients=gradients)
-    communication, compute, expected = host.list_tasks(dims, pass_, offsets, TILES)
-    return Listing(communication, compute, expected, offsets, tokens, ranks > 1, backward, context)
+    tiles, gathers = TARGETS[target]
+    communication, compute, expected = host.list_tasks(dims, pass_, offsets, tiles, gathers)
+    pulls = ranks > 1 or not gathers
+    return Listing(communication, compute, expected, offsets, tokens, pulls, ranks > 1, backward, context, target)
 
 
-Listing = collections.namedtuple("Listing", "communication compute expected offsets tokens exchanges backward context")
+Listing = collections.namedtuple(
+    "Listing", "communication compute expected offsets tokens pulls pushes backward context target"
+)
 
 VARIANTS = [
-    pytest.param(dict(ranks=ranks, backward=backward, context=context), id=f"{ranks} rank-{way}-{kept}")
+    pytest.param(
+        dict(ranks=ranks, backward=backward, context=context, target=target),
+        id=f"{target}-{ranks} rank-{way}-{kept}",
+    )
+    for target in TARGETS
     for ranks in (1, 2)
     for backward, way in ((False, "forward"), (True, "backward"))
     for context, kept in ((True, "context"), (False, "no context"))
@@ -67,6 +77,8 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 every_count = pytest.mark.parametrize("counts", [pytest.param(c, id=name) for name, c in COUNTS.items()])
 
 HIDDEN_TILES, WIDTH_TILES, SHARED_TILES = 2, 3, 2
+D_WIDTH_TILES, SHARED_D_TILES = {"gathering": 3, "pulling": 2}, {"gathering": 2, "pulling": 1}
+PARTS = {"gathering": 1, "pulling": 2}
 
 
 class Versions:
@@ -80,55 +92,55 @@ class Versions:
         """((buffer, place...), version) that must be there while the task runs."""
         op, block, tile = task["op"], task["block"], task["tile"]
         ring = block - task["macrobatch"] * MACROBATCH // TILE
-        exchanges, replayed = self.listing.exchanges, self.replayed(task)
-        x = [((self.x_buffer(task), ring), block)] if exchanges else []
+        target, pushes = self.listing.target, self.listing.pushes
         every = lambda buffer, tiles: [((buffer, ring, t), block) for t in range(tiles)]  # noqa: E731
+        pulled = lambda buffer: every(buffer, PARTS[target] * self.listing.pulls)  # noqa: E731
         if op == "gate-up":
-            return x
+            return pulled(self.x_buffer(task))
         if op == "down":
             return every("h", WIDTH_TILES)
         if op == "combine":
             return every("out", HIDDEN_TILES)
         if op == "dgrad-down":
-            pulled = [(("d_y", ring), block)] if exchanges else []
-            return pulled + ([(("gate", ring, tile), block)] if replayed else [])
+            return pulled("d_y") + (every("gate", WIDTH_TILES) if self.replayed(task) else [])
         if op == "dgrad-gate-up":
-            partials = every("d_weights", WIDTH_TILES) if tile == 0 and not exchanges else []
-            return every("d_h", WIDTH_TILES) + partials
+            partials = every("d_weights", D_WIDTH_TILES[target]) if tile == 0 and not pushes else []
+            return every("d_h", D_WIDTH_TILES[target]) + partials
         if op == "reverse-dispatch":
-            return every("out", HIDDEN_TILES) + every("d_weights", WIDTH_TILES)
+            return every("out", HIDDEN_TILES) + every("d_weights", D_WIDTH_TILES[target])
         if op.startswith("weight-gradient"):
             found = []
             for b in range(block, block + task["blocks"]):
                 place = b - task["macrobatch"] * MACROBATCH // TILE
-                found += [(("d_h", place, t), b) for t in range(WIDTH_TILES)]
-                if exchanges:
-                    found.append(((self.x_buffer(task) if op.endswith("gate-up") else "d_y", place), b))
+                found += [(("d_h", place, t), b) for t in range(D_WIDTH_TILES[target])]
+                buffer = self.x_buffer(task) if op.endswith("gate-up") else "d_y"
+                found += [((buffer, place, part), b) for part in range(PARTS[target] * self.listing.pulls)]
             if task["carry_in"]:
                 found.append((("carry", op, tile), (task["expert"], task["macrobatch"] - 1)))
             return found
         if op == "shared down":
             return every("shared h", SHARED_TILES)
         if op == "shared dgrad-down":
-            return [] if self.listing.context else [(("shared gate", ring, tile), block)]
+            return [] if self.listing.context else every("shared gate", SHARED_TILES)
         if op == "shared dgrad-gate-up":
-            return every("shared d_h", SHARED_TILES)
+            return every("shared d_h", SHARED_D_TILES[target])
         if op.startswith("shared weight-gradient"):
             blocks = range(-(-self.listing.tokens // TILE))
-            return [(("shared d_h", b, t), b) for b in blocks for t in range(SHARED_TILES)]
+            return [(("shared d_h", b, t), b) for b in blocks for t in range(SHARED_D_TILES[target])]
         return []
 
     def writes(self, task):
         op, block, tile = task["op"], task["block"], task["tile"]
         ring = block - task["macrobatch"] * MACROBATCH // TILE
         if op == "dispatch":
-            return [((self.x_buffer(task), ring), block)]
+            return [((self.x_buffer(task), ring, tile), block)]
         if op == "reverse-combine":
-            return [(("d_y", ring), block)] + ([((self.x_buffer(task), ring), block)] if self.replayed(task) else [])
+            again = self.x_buffer(task) == "x"
+            return [(("d_y", ring, tile), block)] + ([(("x", ring, tile), block)] if again else [])
         if op == "gate-up":
             return [(("gate" if self.listing.backward else "h", ring, tile), block)]
         if op in ("down", "dgrad-gate-up"):
-            return [(("out", ring, tile), block)] if self.listing.exchanges else []
+            return [(("out", ring, tile), block)] if self.listing.pushes else []
         if op == "dgrad-down":
             return [(("d_h", ring, tile), block), (("d_weights", ring, tile), block)]
         if op.startswith("weight-gradient") and task["carry_out"]:
@@ -143,7 +155,8 @@ class Versions:
         return self.listing.backward and (task["macrobatch"] > 0 or not self.listing.context)
 
     def x_buffer(self, task):
-        return "context x" if task["macrobatch"] == 0 and self.listing.context else "x"
+        kept = self.listing.pushes and task["macrobatch"] == 0 and self.listing.context
+        return "context x" if kept else "x"
 
     def start(self, task):
         """While it runs, a task's results hold nothing."""
@@ -252,9 +265,11 @@ def test_every_tile_once(counts, variant):
     token_blocks = -(-tasks.tokens // TILE)
     if backward:
         expected = grid("gate-up", 0 if replays else first, blocks, WIDTH_TILES)
-        expected |= grid("dgrad-down", 0, blocks, WIDTH_TILES) | grid("dgrad-gate-up", 0, blocks, HIDDEN_TILES)
+        expected |= grid("dgrad-down", 0, blocks, D_WIDTH_TILES[tasks.target]) | grid(
+            "dgrad-gate-up", 0, blocks, HIDDEN_TILES
+        )
         expected |= grid("shared gate-up", 0, token_blocks * replays, SHARED_TILES)
-        expected |= grid("shared dgrad-down", 0, token_blocks, SHARED_TILES)
+        expected |= grid("shared dgrad-down", 0, token_blocks, SHARED_D_TILES[tasks.target])
         expected |= grid("shared dgrad-gate-up", 0, token_blocks, HIDDEN_TILES)
         moves = ("reverse-combine", "reverse-dispatch")
     else:
@@ -262,8 +277,8 @@ def test_every_tile_once(counts, variant):
         expected |= grid("shared gate-up", 0, token_blocks, SHARED_TILES)
         expected |= grid("shared down", 0, token_blocks, HIDDEN_TILES)
         moves = ("dispatch", "combine")
-    for move in moves:
-        expected |= grid(move, 0, blocks if variant["ranks"] > 1 else 0, 1)
+    for move, moved in zip(moves, (tasks.pulls, tasks.pushes), strict=True):
+        expected |= grid(move, 0, blocks if moved else 0, PARTS[tasks.target])
     found = {key: n for key, n in found.items() if "weight-gradient" not in key[0] and key[0] != "none"}
     assert found == expected
 

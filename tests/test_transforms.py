@@ -16,8 +16,10 @@ from cases import (
     call,
     cotangent_of,
     make_case,
+    mesh_of,
     numbered,
     on_device,
+    refuse,
     run,
     sharpest,
     tiny,
@@ -33,10 +35,6 @@ implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 COMPILED = ("host", "cuda") if GPU else ("host",)
 
 SIZES = dict(tokens=8, hidden=6, intermediate=10, shared=14, experts=4, top_k=2)
-
-
-def mesh_of():
-    return jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
 
 
 def case_of(implementation="reference", routing="duplicates", seed=0):
@@ -264,12 +262,12 @@ def test_vmap_across_ranks(implementation):
 
 def test_vmap_across_ranks_is_refused_by_host():
     batch, axes = batch_of(MAPPED["x"])
-    with pytest.raises(NotImplementedError) as caught:
-        jax.jit(jax.vmap(lambda case: call(case, "host", mesh=mesh_of()), in_axes=(axes,)))(batch)
-    assert str(caught.value) == (
+    mapped = jax.jit(jax.vmap(lambda case: call(case, "host", mesh=mesh_of()), in_axes=(axes,)))
+    text = (
         'moe: vmap across the ranks of an expert axis is not supported by implementation "host"; '
         'vmap inside the shard or use "xla"'
     )
+    refuse(NotImplementedError, text, mapped, batch)
 
 
 def test_vmap_over_data_ranks_of_host():
@@ -283,3 +281,16 @@ def test_forward_mode_is_refused(implementation):
     case = case_of(implementation)
     with pytest.raises(TypeError, match=r"forward-mode .*\(jvp\) to a custom_vjp function"):
         jax.jvp(lambda x: call(case._replace(x=x), implementation), (case.x,), (case.x,))
+
+
+@implementations
+def test_nothing_is_promoted_silently(implementation):
+    case = case_of(implementation)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(lambda case, dy: value_and_gradients(case, dy, implementation), case, case.x)
+
+
+def test_route_promotes_nothing_silently():
+    logits, bias, mask = jnp.zeros((8, 4), "float32"), jnp.zeros(4, "float32"), jnp.ones(8, bool)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(lambda x, b, m: mok_jax.route(x, 2, selection_bias=b, token_mask=m), logits, bias, mask)

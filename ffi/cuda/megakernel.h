@@ -1,4 +1,5 @@
-// The megakernels, as the driver sees them: tile sizes, loading, launching.
+// The megakernels as the driver sees them: which exist, what they take, how they are launched. Needs the
+// CUDA runtime's types and nothing of XLA.
 #ifndef MOK_CUDA_MEGAKERNEL_H_
 #define MOK_CUDA_MEGAKERNEL_H_
 
@@ -13,31 +14,36 @@
 namespace mok::cuda {
 
 inline constexpr int64_t kRowTile = 128;
-inline constexpr int kMaxRanks = 72;
-// Ring::control: tickets of compute and communication, then the flag that a wait sets when it times out.
-inline constexpr int kControlWords = 16;
-inline constexpr int kAbortFlag = 2;
+inline constexpr int kMaxRanks = 72;  // of one NVLink domain
 
+// kPortable: compute capability 8.0 and later, mma.sync or plain FMA. kHopper: 9.0, wgmma and the copy engine.
 enum class Path : int32_t { kPortable, kHopper };
 
-// Every rank of the group, as a kernel parameter.
+// Both paths multiply tiles of 128 x 256. Hopper's copy engine reads 64 gathered rows in 64 requests and is
+// too slow for it (450 TFLOP/s against 655; H200, 131072x4096x4096, 2026-11-29), so x and dy go by the ring.
+MOK_HD constexpr Tiles TilesOf(Path path, ScalarType = ScalarType::kBFloat16) {
+  return {128, 256, 256, {128, 128}, {128, 256}, 16, path == Path::kHopper ? 8 : 0, path == Path::kPortable};
+}
+
 struct PeerTable {
   Peer at[kMaxRanks];
 };
 
 struct Launch {
   int sms;
-  Status* status;
+  Status* status;  // pinned host memory
   uint64_t timeout_ns;
-  int num_comm_sms;  // 0: default
+  int num_comm_sms;  // portable kernels with ranks > 1: CTAs that communicate; 0: an eighth
 };
 
-constexpr Tiles TilesOf(Path, ScalarType) { return {256, 256, 256}; }
+// What words of Ring::control mean; all zero at the start.
+enum ControlWord { kComputeTicket, kCommunicationTicket, kAbortFlag };
 
-// Loads every megakernel of this compute capability on the current device; null, or an error.
+// Makes every kernel ready on the current device, whose compute capability is given as 80, 90, ... Null, or
+// what went wrong.
 const char* LoadMegakernels(int capability);
 
-// Null, or an error.
+// Null, or what went wrong. Neither waits nor allocates.
 const char* LaunchMegakernel(Path path, const Params& params, const PeerTable& peers, const Launch& launch,
                              cudaStream_t stream);
 

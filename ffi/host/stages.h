@@ -21,9 +21,10 @@ namespace mok::host {
 
 // 128 rows (Dims::row_tile): each packed weight element is then used by 128 multiplications.
 inline constexpr int64_t kRowTile = 128;
-inline constexpr Tiles kTiles = {256, 256, 256};
+inline constexpr int64_t kColumns = 256;
+inline constexpr Tiles kTiles = {kColumns, kColumns, kColumns, {kColumns, kColumns}, {kColumns, kColumns}, 1, 0, true};
 // For the default minibatch; a constant, so that shapes do not depend on the machine.
-inline constexpr int64_t kComputeUnits = 8;
+inline constexpr int64_t kComputeUnits = 4;
 
 // Per-thread memory that only grows; kept for the thread's life.
 enum class Slot { kLeft, kRight, kFirst, kSecond, kConverted, kRow, kCount };
@@ -104,8 +105,8 @@ class Stages {
       case Op::kReverseDispatch: return ReverseDispatch(list, task);
       case Op::kGateUp: return GateUp(Routed(task), task);
       case Op::kDown: return Down(Routed(task), task);
-      case Op::kDgradDown: return DgradDown(Routed(task), task, list.WidthTiles());
-      case Op::kDgradGateUp: return DgradGateUp(Routed(task), task, list.WidthTiles());
+      case Op::kDgradDown: return DgradDown(Routed(task), task, list.DHiddenTiles());
+      case Op::kDgradGateUp: return DgradGateUp(Routed(task), task, list.DHiddenTiles());
       case Op::kGradGateUp:
       case Op::kGradDown: return WeightGradient(task, false);
       case Op::kSharedGateUp: return GateUp(Shared(task), task);
@@ -210,7 +211,7 @@ class Stages {
     for (int64_t i = 0; i < n; ++i) {
       const int64_t source = Source(task.block)[i];
       static_cast<Wide*>(peers_[source / routes].returned_d_weights)[source % routes] =
-          SumPartials(RingRow(task, task.block) + i, list.WidthTiles());
+          SumPartials(RingRow(task, task.block) + i, list.DHiddenTiles());
     }
   }
 
@@ -286,7 +287,7 @@ class Stages {
   // ---- GEMM stages ----
 
   void GateUp(const Block& b, const Task& task) const {
-    const int64_t first = task.tile * kTiles.columns, columns = Min(kTiles.columns, b.width - first);
+    const int64_t first = task.tile * kColumns, columns = Min(kColumns, b.width - first);
     const int64_t n = b.count;
     int64_t pitch;
     const Wide* x = Widen(b.x, n, 0, d_.hidden, Slot::kLeft, &pitch);
@@ -317,7 +318,7 @@ class Stages {
   }
 
   void Down(const Block& b, const Task& task) const {
-    const int64_t first = task.tile * kTiles.columns, columns = Min(kTiles.columns, d_.hidden - first);
+    const int64_t first = task.tile * kColumns, columns = Min(kColumns, d_.hidden - first);
     int64_t pitch;
     const Wide* h = Widen(Rows<S>{At(b.h, b.row * b.width), b.width}, b.count, 0, b.width, Slot::kLeft, &pitch);
     Wide* out = Scratch<Wide>(Slot::kFirst, b.count * columns);
@@ -341,7 +342,7 @@ class Stages {
 
   // dh' = dY Wd^T; then in one pass over the tile: h again, its share of dw, dg, du and w * h.
   void DgradDown(const Block& b, const Task& task, int64_t partials) const {
-    const int64_t first = task.tile * kTiles.columns, columns = Min(kTiles.columns, b.width - first);
+    const int64_t first = task.tile * kColumns, columns = Min(kColumns, b.width - first);
     const WeightOperand& down = b.weights->down_for_gradient;
     int64_t pitch;
     const Wide* d_y = Widen(b.d_y, b.count, 0, d_.hidden, Slot::kLeft, &pitch);
@@ -384,7 +385,7 @@ class Stages {
 
   // dx = dg Wg^T + du Wu^T, one accumulation.
   void DgradGateUp(const Block& b, const Task& task, int64_t partials) const {
-    const int64_t first = task.tile * kTiles.columns, columns = Min(kTiles.columns, d_.hidden - first);
+    const int64_t first = task.tile * kColumns, columns = Min(kColumns, d_.hidden - first);
     Wide* out = Scratch<Wide>(Slot::kFirst, b.count * columns);
     const auto add = [&](const WeightOperand& weight, const void* d_rows, bool accumulate) {
       int64_t pitch;
@@ -407,10 +408,9 @@ class Stages {
     const bool down = task.op == Op::kGradDown || task.op == Op::kSharedGradDown;
     const int64_t width = shared ? d_.shared_intermediate : d_.intermediate;
     const int64_t rows = down ? width : d_.hidden, columns = down ? d_.hidden : width;
-    const int64_t across = CeilDiv(columns, kTiles.gradient_columns);
-    const int64_t row0 = task.tile / across * kTiles.gradient_rows, m = Min(kTiles.gradient_rows, rows - row0);
-    const int64_t column0 = task.tile % across * kTiles.gradient_columns,
-                  n = Min(kTiles.gradient_columns, columns - column0);
+    const int64_t across = CeilDiv(columns, kColumns);
+    const int64_t row0 = task.tile / across * kColumns, m = Min(kColumns, rows - row0);
+    const int64_t column0 = task.tile % across * kColumns, n = Min(kColumns, columns - column0);
     Wide* first = Scratch<Wide>(Slot::kFirst, m * n);
     Wide* second = down ? nullptr : Scratch<Wide>(Slot::kSecond, m * n);
     const int64_t which = down ? 2 : 0;
