@@ -137,8 +137,8 @@ def test_a_slot_without_expert_reads_nothing(implementation):
 def test_an_expert_without_rows_is_not_read(implementation):
     case, _, _ = known("f32", "holes", **SMALL)  # rows for the odd experts only
     broken = case._replace(w_gate=case.w_gate.at[2].set(jnp.nan), w_down=case.w_down.at[2].set(jnp.inf))
-    result = run(broken, implementation, config=TINY)
-    assert_same_bits(result, run(case, implementation, config=TINY))
+    result = run(broken, implementation, config=tiny(implementation))
+    assert_same_bits(result, run(case, implementation, config=tiny(implementation)))
     assert not result["d_w_gate"][2].any()
 
 
