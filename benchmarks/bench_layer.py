@@ -108,13 +108,14 @@ def _package(implementation, config):
 
 CONTENDERS: dict[str, Callable[[mok_jax.MoKConfig], Callable[..., Any]]] = {
     "matmul": lambda config: matmuls,
+    "cuda": functools.partial(_package, "cuda"),
     "host": functools.partial(_package, "host"),
     "xla": functools.partial(_package, "xla"),
     "ragged_dot": lambda config: ragged_dot_layer,
     "dense": lambda config: dense_layer,
 }
 LIMIT = "matmul"  # measured like a layer, but computes none: it is not checked
-COLORS = {"host": "tab:orange", LIMIT: "0.5", "xla": "tab:green", "dense": "tab:purple"}
+COLORS = {"cuda": "tab:red", "host": "tab:orange", LIMIT: "0.5", "xla": "tab:green", "dense": "tab:purple"}
 MEMORY_CONTENDERS = "host,ragged_dot"
 
 

@@ -286,6 +286,11 @@ def _gpu(mesh: AnyMesh | None) -> ops.Gpu | None:
             device = default if concrete else jax.local_devices(backend="cuda")[0]
     except RuntimeError:  # no such backend
         return None
+    return _gpu_of(device)
+
+
+@functools.cache
+def _gpu_of(device: Any) -> ops.Gpu | None:
     # Only CUDA's devices have one of this form.
     found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     if found is None:

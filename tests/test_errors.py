@@ -2,16 +2,18 @@
 
 import importlib
 import re
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import call, make_case, refuse
+from cases import GPU, call, make_case, refuse
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 import mok_jax
-from mok_jax import MoKConfig
+from mok_jax import MoKConfig, ops
 
 SIZES = dict(tokens=8, hidden=6, intermediate=10, experts=4, top_k=2, shared=14)
 CASE = make_case("f32", **SIZES)
@@ -244,6 +246,115 @@ def test_a_bad_timeout_variable(monkeypatch):
     refuse_call(
         ValueError, "MOK_TIMEOUT must be a number of seconds > 0, got 'soon'; unset it for 20", implementation="host"
     )
+
+
+# ---- what only "cuda" refuses; planned here as for an H200, by the host's module ----
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes the checks see one GPU, of which the test may change what it will."""
+    module, host = importlib.import_module("mok_jax.moe"), ops._host
+    planning = types.SimpleNamespace(
+        ROW_TILE=128, MAX_RANKS=72, Dims=host.Dims, Pass=host.Pass, workspace_bytes=host.workspace_bytes
+    )
+    gpu = types.SimpleNamespace(capability=(9, 0), memory=None)
+    monkeypatch.setattr(module, "_platform", lambda mesh: ("gpu", 1))
+    monkeypatch.setattr(module, "_gpu", lambda mesh: ops.Gpu(gpu.capability, gpu.memory))
+    monkeypatch.setattr(ops, "cuda", lambda: planning)
+    return gpu
+
+
+def refuse_cuda(error, text, case=CASE, **options):
+    refuse(error, text, jax.eval_shape, lambda case: call(case, "cuda", **options), case)
+
+
+def test_cuda_is_the_best_on_a_gpu(gpu):
+    assert mok_jax.choose_implementation() == "cuda"
+
+
+def test_cuda_has_no_float64(gpu):
+    text = 'moe: x must be float32 or bfloat16 for implementation "cuda", got float64; cast x or use "xla"'
+    refuse_cuda(TypeError, text, make_case("f64", **SIZES))
+    assert mok_jax.choose_implementation(dtype=jnp.dtype("float64")) == "xla"
+
+
+def test_cuda_has_one_row_tile(gpu):
+    text = 'moe: row_tile must be 128 or None for implementation "cuda", got 64; leave it out'
+    refuse_cuda(ValueError, text, config=MoKConfig(row_tile=64))
+
+
+def test_virtual_ranks_of_cuda(gpu):
+    case = make_case("f32", **SIZES | dict(tokens=73, experts=73))
+    text = 'moe: virtual_ranks must be at most 72 for implementation "cuda", got 73'
+    refuse_cuda(ValueError, text, case, config=MoKConfig(virtual_ranks=73))
+
+
+def test_cuda_over_several_gpus(gpu):
+    text = (
+        'moe: implementation "cuda" cannot run here: it does not exchange rows between GPUs yet, and the expert axis '
+        'has 4 ranks; use None or "xla"'
+    )
+    refuse_cuda(ValueError, text, mesh=mesh(2, 4))
+    assert mok_jax.choose_implementation(ranks=4) == "xla"
+
+
+def test_an_older_gpu(gpu):
+    gpu.capability = (7, 5)
+    text = (
+        'moe: implementation "cuda" cannot run here: it needs compute capability 8.0 or later, this is 7.5; '
+        'use None or "xla"'
+    )
+    refuse_cuda(ValueError, text)
+
+
+def test_scratch_that_does_not_fit(gpu):
+    gpu.memory = 2**20
+    case = make_case("f32", **SIZES | dict(tokens=2**16, hidden=64))
+    with pytest.raises(ValueError) as caught:
+        jax.eval_shape(lambda case: call(case, "cuda"), case)
+    assert re.fullmatch(
+        r"moe: the scratch of the forward pass must fit into the 0\.00 GiB of GPU memory that XLA may use, "
+        r"got 0\.\d\d GiB; use a macrobatch smaller than \d+, or split the tokens over several calls",
+        str(caught.value),
+    )
+
+
+def test_without_a_gpu_or_without_its_module(monkeypatch):
+    module = importlib.import_module("mok_jax.moe")
+    text = 'moe: implementation "cuda" cannot run here: {}; use None or "xla"'
+    refuse_cuda(ValueError, text.format("it needs CUDA devices, these are cpu"))
+    monkeypatch.setattr(module, "_platform", lambda mesh: ("gpu", 1))
+    if not GPU:
+        refuse_cuda(ValueError, text.format("there is no CUDA device here"))
+    monkeypatch.setattr(module, "_gpu", lambda mesh: ops.Gpu((9, 0), None))
+    monkeypatch.setitem(sys.modules, "mok_jax._cuda", None)
+    monkeypatch.setattr(ops, "cuda", ops.cuda.__wrapped__)  # not what it returned before
+    reason = "mok_jax was built without CUDA; reinstall it where a CUDA 13 compiler is found (nvcc on PATH, or CUDACXX)"
+    refuse_cuda(ValueError, text.format(reason))
+
+
+# name: (sizes, options, compute capability, dtype, whether the portable kernels run)
+PATHS = {
+    "hopper": ({}, {}, (9, 0), "bfloat16", False),
+    "no_shared_expert": (dict(shared_intermediate=0), {}, (9, 0), "bfloat16", False),
+    "asked_for": ({}, dict(portable=True), (9, 0), "bfloat16", True),
+    "ampere": ({}, {}, (8, 0), "bfloat16", True),
+    "blackwell": ({}, {}, (10, 0), "bfloat16", True),
+    "float32": ({}, {}, (9, 0), "float32", True),
+    "hidden": (dict(hidden=12), {}, (9, 0), "bfloat16", True),
+    "intermediate": (dict(intermediate=20), {}, (9, 0), "bfloat16", True),
+    "shared_intermediate": (dict(shared_intermediate=4), {}, (9, 0), "bfloat16", True),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options", "capability", "dtype", "portable"), PATHS.values(), ids=PATHS)
+def test_which_kernels_cuda_takes(sizes, options, capability, dtype, portable):
+    sizes = dict(hidden=16, intermediate=24, shared_intermediate=8) | sizes
+    counts = dict(tokens=8, local_experts=2, ranks=1, top_k=1)
+    gpu, config = ops.Gpu(capability, None), MoKConfig(**options)
+    dims = ops.Dims(**counts, **sizes, dtype=jnp.dtype(dtype), config=config, implementation="cuda", gpu=gpu)
+    assert dims.portable == portable
 
 
 # ---- the choice of the implementation ----
