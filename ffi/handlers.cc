@@ -137,8 +137,9 @@ py::tuple ListTasks(const Plan& d, const Pass& pass, py::array_t<int32_t, py::ar
                       pass, row_offset.data());
   const auto show = [](const Task& task) {
     py::list waits;
-    for (int i = 0; i < task.num_waits; ++i) {
-      waits.append(py::make_tuple(task.waits[i].counter, task.waits[i].count, task.waits[i].target));
+    for (int i = 0; i < Task::kWaits; ++i) {
+      if (task.waits[i].count > 0)
+        waits.append(py::make_tuple(task.waits[i].counter, task.waits[i].count, task.waits[i].target));
     }
     using namespace py::literals;
     return py::dict("op"_a = Name(task.op), "macrobatch"_a = task.macrobatch, "block"_a = task.block,

@@ -115,11 +115,14 @@ struct Task {
   bool carry_in = false;   // weight gradients: the expert began in an earlier macrobatch
   bool carry_out = false;  // ... and goes on in a later one
   Index signal = -1;       // the counter that this task increments, or -1
-  int num_waits = 0;
-  Wait waits[3] = {};
+  // Those that wait for nothing have no counters. Which one goes where is known at compile time, so that a
+  // GPU keeps them in registers.
+  static constexpr int kWaits = 3;
+  Wait waits[kWaits] = {};
 
+  template <int index>
   MOK_HD void WaitFor(Index counter, Index target, Index count = 1) {
-    if (count > 0 && target > 0) waits[num_waits++] = {counter, count, target};
+    waits[index] = {counter, target > 0 ? count : 0, target};
   }
 };
 
@@ -291,29 +294,23 @@ class TaskList {
     return blocks * (d_width_tiles_ + hidden_tiles_) + replayed * width_tiles_ + segments * gradient_tiles_;
   }
 
-  // The stages that a block of this macrobatch goes through, and their tiles.
+  // The stages that a block of this macrobatch goes through: gate-up, dgrad-down and what makes the result;
+  // those it skips have no tiles. A stage runs `lag` minibatches behind the first one.
   struct Stages {
-    Op op[3];
     Index tiles[3];
-    int count = 0;
-    MOK_HD void Add(Op stage, Index stage_tiles) {
-      op[count] = stage;
-      tiles[count++] = stage_tiles;
-    }
+    Index lag[3];
   };
   MOK_HD Stages StagesOf(Index macrobatch) const {
-    Stages stages;
-    if (Computes(macrobatch)) stages.Add(Op::kGateUp, width_tiles_);
-    if (backward_) stages.Add(Op::kDgradDown, d_width_tiles_);
-    stages.Add(backward_ ? Op::kDgradGateUp : Op::kDown, hidden_tiles_);
-    return stages;
+    const bool computes = Computes(macrobatch);
+    return {{computes ? width_tiles_ : 0, backward_ ? d_width_tiles_ : 0, hidden_tiles_},
+            {0, computes ? 1 : 0, (computes ? 1 : 0) + (backward_ ? 1 : 0)}};
   }
 
-  // Tasks of a macrobatch before its step-th step. Step t runs stage s of minibatch t - s, for each s.
+  // Tasks of a macrobatch before its step-th step. Step t runs each stage of minibatch t - lag.
   MOK_HD Index BeforeStep(const Stages& stages, Index blocks, Index step) const {
     Index tasks = 0;
-    for (int s = 0; s < stages.count; ++s) {
-      tasks += stages.tiles[s] * Min(Max(step - s, 0) * minibatch_blocks_, blocks);
+    for (int s = 0; s < 3; ++s) {
+      tasks += stages.tiles[s] * Min(Max(step - stages.lag[s], 0) * minibatch_blocks_, blocks);
     }
     return tasks;
   }
@@ -321,7 +318,7 @@ class TaskList {
   // index: within the macrobatch.
   MOK_HD Task Routed(Index macrobatch, Index index) const {
     const Stages stages = StagesOf(macrobatch);
-    const Index blocks = BlocksIn(macrobatch), steps = CeilDiv(blocks, minibatch_blocks_) + stages.count - 1;
+    const Index blocks = BlocksIn(macrobatch), steps = CeilDiv(blocks, minibatch_blocks_) + stages.lag[2];
     const Index in_blocks = BeforeStep(stages, blocks, steps);
     if (index >= in_blocks) return WeightGradient(macrobatch, index - in_blocks);
     Index low = 0, high = steps - 1;  // the last step whose first task is not after this one
@@ -331,16 +328,19 @@ class TaskList {
       else high = middle - 1;
     }
     index -= BeforeStep(stages, blocks, low);
-    for (int s = 0; s < stages.count; ++s) {
-      const Index first = (low - s) * minibatch_blocks_;
-      const Index here = low < s ? 0 : Max(0, Min(minibatch_blocks_, blocks - first));
-      if (index < here * stages.tiles[s]) {
-        return BlockTask(macrobatch, stages.op[s], macrobatch * macrobatch_blocks_ + first, here, index,
-                         stages.tiles[s]);
-      }
-      index -= here * stages.tiles[s];
+    Op op = Op::kGateUp;
+    Index first = 0, here = 0, tiles = 0;
+    bool found = false;
+    for (int s = 0; s < 3; ++s) {
+      if (found) continue;
+      op = s == 0 ? Op::kGateUp : s == 1 ? Op::kDgradDown : backward_ ? Op::kDgradGateUp : Op::kDown;
+      tiles = stages.tiles[s];
+      first = (low - stages.lag[s]) * minibatch_blocks_;
+      here = first < 0 ? 0 : Max(0, Min(minibatch_blocks_, blocks - first));
+      found = index < here * tiles;
+      if (!found) index -= here * tiles;
     }
-    return Task{};
+    return BlockTask(macrobatch, op, macrobatch * macrobatch_blocks_ + first, here, index, tiles);
   }
 
   // Task `index` of one stage of a minibatch's blocks.
@@ -355,14 +355,14 @@ class TaskList {
       WaitForX(&task);
       task.signal = at_.hidden_ready + task.block;
     } else if (op == Op::kDgradDown) {
-      if (Computes(macrobatch)) task.WaitFor(at_.hidden_ready + task.block, width_tiles_);
+      if (Computes(macrobatch)) task.WaitFor<0>(at_.hidden_ready + task.block, width_tiles_);
       else if (pulls_) WaitForX(&task);
       // Its partial sums overwrite those that the predecessor's push adds up.
       WaitForPush(&task);
       task.signal = at_.d_hidden_ready + task.block;
     } else {
-      if (backward_) task.WaitFor(at_.d_hidden_ready + task.block, d_width_tiles_);
-      else task.WaitFor(at_.hidden_ready + task.block, width_tiles_);
+      if (backward_) task.WaitFor<0>(at_.d_hidden_ready + task.block, d_width_tiles_);
+      else task.WaitFor<0>(at_.hidden_ready + task.block, width_tiles_);
       if (!backward_) WaitForPush(&task);  // dgrad-down has waited for it
       task.signal = at_.out_ready + MinibatchOf(task.block);
     }
@@ -387,14 +387,14 @@ class TaskList {
     task.blocks = Max(0, (last_row - first_row) / row_tile_);
     task.carry_in = row_offset_[expert] < start && row_offset_[expert + 1] > start;
     task.carry_out = row_offset_[expert + 1] > end;
-    task.WaitFor(at_.d_hidden_ready + task.block, d_width_tiles_, task.blocks);
+    task.WaitFor<0>(at_.d_hidden_ready + task.block, d_width_tiles_, task.blocks);
     if (task.carry_in) {
-      task.WaitFor(at_.gradient_done + expert + macrobatch - 1, gradient_tiles_);
+      task.WaitFor<1>(at_.gradient_done + expert + macrobatch - 1, gradient_tiles_);
     } else if (task.carry_out) {
       // There is one carry: the expert that came in last, here or earlier, must have read it.
       Index last = macrobatch;
       while (last > 0 && !Straddles(last)) --last;
-      if (last > 0) task.WaitFor(at_.gradient_done + FirstExpert(last) + last, gradient_tiles_);
+      if (last > 0) task.WaitFor<1>(at_.gradient_done + FirstExpert(last) + last, gradient_tiles_);
     }
     task.signal = at_.gradient_done + expert + macrobatch;
     return task;
@@ -450,7 +450,7 @@ class TaskList {
     Task task;
     task.macrobatch = block / macrobatch_blocks_;
     Place(&task, backward_ ? Op::kReverseDispatch : Op::kCombine, block, 0);
-    task.WaitFor(at_.out_ready + MinibatchOf(block), BlocksInMinibatch(MinibatchOf(block)) * hidden_tiles_);
+    task.WaitFor<0>(at_.out_ready + MinibatchOf(block), BlocksInMinibatch(MinibatchOf(block)) * hidden_tiles_);
     task.signal = at_.out_consumed + block;
     return task;
   }
@@ -458,7 +458,7 @@ class TaskList {
   // The block's x (and dy) rows are there; what is gathered instead only needs its ring rows free.
   MOK_HD void WaitForX(Task* task) const {
     const Index minibatch = MinibatchOf(task->block);
-    if (pulls_) task->WaitFor(at_.x_ready + minibatch, BlocksInMinibatch(minibatch) * parts_);
+    if (pulls_) task->WaitFor<0>(at_.x_ready + minibatch, BlocksInMinibatch(minibatch) * parts_);
     else WaitForRing(task);
   }
 
@@ -467,17 +467,17 @@ class TaskList {
   MOK_HD void WaitForRing(Task* task) const {
     const Index before = Predecessor(task->block);
     if (before < 0) return;
-    task->WaitFor(at_.out_ready + MinibatchOf(before), BlocksInMinibatch(MinibatchOf(before)) * hidden_tiles_);
+    task->WaitFor<0>(at_.out_ready + MinibatchOf(before), BlocksInMinibatch(MinibatchOf(before)) * hidden_tiles_);
     if (backward_) {
       const Index segment = ExpertOf(before * row_tile_) + before / macrobatch_blocks_;
-      task->WaitFor(at_.gradient_done + segment, gradient_tiles_);
+      task->WaitFor<1>(at_.gradient_done + segment, gradient_tiles_);
     }
   }
 
   // The predecessor's result rows have left the ring.
   MOK_HD void WaitForPush(Task* task) const {
     const Index before = Predecessor(task->block);
-    if (pushes_ && before >= 0) task->WaitFor(at_.out_consumed + before, parts_);
+    if (pushes_ && before >= 0) task->WaitFor<2>(at_.out_consumed + before, parts_);
   }
 
   MOK_HD Index Predecessor(Index block) const {
@@ -511,18 +511,18 @@ class TaskList {
       task.signal = at_.shared_hidden_ready + task.block;
     } else if ((index -= token_blocks_ * gate_up) < token_blocks_ * d_down) {
       PlaceShared(&task, Op::kSharedDgradDown, index, d_down);
-      if (gate_up > 0) task.WaitFor(at_.shared_hidden_ready + task.block, shared_width_tiles_);
+      if (gate_up > 0) task.WaitFor<0>(at_.shared_hidden_ready + task.block, shared_width_tiles_);
       task.signal = at_.shared_d_hidden_ready + task.block;
     } else if ((index -= token_blocks_ * d_down) < token_blocks_ * hidden_tiles_) {
       PlaceShared(&task, backward_ ? Op::kSharedDgradGateUp : Op::kSharedDown, index, hidden_tiles_);
-      if (backward_) task.WaitFor(at_.shared_d_hidden_ready + task.block, shared_d_width_tiles_);
-      else task.WaitFor(at_.shared_hidden_ready + task.block, shared_width_tiles_);
+      if (backward_) task.WaitFor<0>(at_.shared_d_hidden_ready + task.block, shared_d_width_tiles_);
+      else task.WaitFor<0>(at_.shared_hidden_ready + task.block, shared_width_tiles_);
     } else {
       index -= token_blocks_ * hidden_tiles_;
       task.op = index < shared_gate_up_gradient_tiles_ ? Op::kSharedGradGateUp : Op::kSharedGradDown;
       task.tile = index < shared_gate_up_gradient_tiles_ ? index : index - shared_gate_up_gradient_tiles_;
       task.blocks = token_blocks_;
-      task.WaitFor(at_.shared_d_hidden_ready, shared_d_width_tiles_, token_blocks_);
+      task.WaitFor<0>(at_.shared_d_hidden_ready, shared_d_width_tiles_, token_blocks_);
     }
     return task;
   }

@@ -5,6 +5,8 @@
 // buffers of its own; 3 signals finished tasks, whose fence would hold up a warp that multiplies; 4 to 11 are
 // two warpgroups that multiply 64 rows each and finish the tile. The warpgroups are not tied to each other,
 // so one multiplies while the other finishes.
+#include <new>
+
 #include "gemm.cuh"
 #include "megakernel_sm90a.h"
 #include "ptx.cuh"
@@ -33,6 +35,8 @@ struct Shared {
   uint8_t moves[kMoveBuffers][kMoveBytes];
   uint8_t zeros[kMoveBytes];
   int32_t row_offset[kCachedExperts + 1], row_count[kCachedExperts];  // copies, if all experts fit
+  const int32_t* row_counts;                                          // these or the originals
+  TaskList list;
   Work work[kWorkSlots];
   // full: the copy engine's bytes (1 arrival), waited for by the math warps; empty: the math warps (8), by
   // the copying warp. work_full: the ticket warp (1), by all that work on the slot; finished: the math warps
@@ -55,17 +59,6 @@ struct Cursor {
       at = 0;
       parity ^= 1;
     }
-  }
-};
-
-// Where row offsets and counts are read: waiting for counters empties the first level cache again and again.
-struct Rows {
-  const int32_t *offset, *count;
-
-  __device__ Rows(const Params& p, const Shared& s) {
-    const bool cached = p.dims.local_experts <= kCachedExperts;
-    offset = cached ? s.row_offset : p.schedule.row_offset;
-    count = cached ? s.row_count : p.schedule.row_count;
   }
 };
 
@@ -115,8 +108,7 @@ __device__ void Prefetch(const Params& p, const Work& w, int lane) {
 
 __device__ void HandOut(const Params& p, const Launch& launch, Shared& s, int lane) {
   const Tiles tiles = TilesOf(Path::kHopper);
-  const Rows rows(p, s);
-  const TaskList list(p.dims, tiles, p.pass, rows.offset);
+  const TaskList& list = s.list;
   const int tasks = list.NumCompute();
   int ahead = TakeTicket(p, kComputeTicket, lane);  // one ticket ahead, which hides the atomic's way
   for (Cursor<kWorkSlots> slot;; slot.Next()) {
@@ -133,7 +125,7 @@ __device__ void HandOut(const Params& p, const Launch& launch, Shared& s, int la
       if (task.op == Op::kNone) {
         s.work[slot.at].task.op = Op::kNone;
       } else {
-        Describe(p, list, rows.count, tiles, task, kStep, &s.work[slot.at]);
+        Describe(p, list, s.row_counts, tiles, task, kStep, &s.work[slot.at]);
       }
       ptx::BarrierArrive(ptx::Shared(&s.work_full[slot.at]));
     }
@@ -207,9 +199,7 @@ class Mover {
 };
 
 __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& launch, Shared& s, int lane) {
-  const Tiles tiles = TilesOf(Path::kHopper);
-  const Rows rows(p, s);
-  const TaskList list(p.dims, tiles, p.pass, rows.offset);
+  const TaskList& list = s.list;
   const Dims& d = p.dims;
   const int64_t tasks = list.NumCommunication(), routes = d.Routes(), row_bytes = d.hidden * 2;
   Mover mover(s.moves, s.moved, s.zeros);
@@ -219,7 +209,7 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
   for (int ticket; (ticket = __shfl_sync(~0u, TakeTicket(p, kCommunicationTicket, lane), 0)) < tasks;) {
     const Task task = list.Communication(ticket);
     if (!WaitForCounters(p, launch, task, lane)) return;
-    const Moved moved = MovedBy(p, list, rows.count, task);
+    const Moved moved = MovedBy(p, list, s.row_counts, task);
     const int32_t* sources = p.schedule.row_source + moved.first;
     const bool pulls = task.op == Op::kDispatch || task.op == Op::kReverseCombine;
     if (lane == 0) {
@@ -346,15 +336,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (auto& barrier : s.moved) ptx::BarrierInit(ptx::Shared(&barrier), 1);
     ptx::BarrierInitFence();
+    s.row_counts = p.dims.local_experts <= kCachedExperts ? s.row_count : p.schedule.row_count;
   }
   for (int i = threadIdx.x; i < kMoveBytes / 4; i += kThreads) reinterpret_cast<uint32_t*>(s.zeros)[i] = 0;
-  if (p.dims.local_experts <= kCachedExperts) {
-    for (int i = threadIdx.x; i <= p.dims.local_experts; i += kThreads) {
-      s.row_offset[i] = p.schedule.row_offset[i];
-      if (i < p.dims.local_experts) s.row_count[i] = p.schedule.row_count[i];
-    }
+  // Waiting for counters empties the first level cache again and again: what decoding a task reads is copied.
+  const bool cached = p.dims.local_experts <= kCachedExperts;
+  for (int i = threadIdx.x; cached && i <= p.dims.local_experts; i += kThreads) {
+    s.row_offset[i] = p.schedule.row_offset[i];
+    if (i < p.dims.local_experts) s.row_count[i] = p.schedule.row_count[i];
   }
   ptx::FenceProxyAsync();  // the zeros, before they are copied out
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    new (&s.list) TaskList(p.dims, TilesOf(Path::kHopper), p.pass, cached ? s.row_offset : p.schedule.row_offset);
+  }
   __syncthreads();
   if (warp < 4) {
     ptx::GiveRegisters<kOtherRegisters>();

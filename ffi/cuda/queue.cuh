@@ -35,9 +35,10 @@ __device__ inline void ReportStuck(const Params& p, const Launch& launch, const 
 __device__ inline bool WaitForCounters(const Params& p, const Launch& launch, const Task& task, int lane) {
   bool fine = true;
   uint64_t deadline = 0;
-  for (int w = 0; w < task.num_waits && fine; ++w) {
-    const Wait& wait = task.waits[w];
-    for (int64_t i = wait.counter + lane; i < wait.counter + wait.count && fine; i += 32) {
+#pragma unroll
+  for (int w = 0; w < Task::kWaits; ++w) {
+    const Wait wait = task.waits[w];
+    for (int i = wait.counter + lane; i < wait.counter + wait.count && fine; i += 32) {
       int32_t found;
       for (uint32_t polls = 1; (found = ptx::LoadAcquire(p.ring.counters + i)) != wait.target; ++polls) {
         if (polls % 256 != 0) continue;

@@ -380,42 +380,37 @@ class Stages {
     const bool shared = w.shared;
     const bool exists[2] = {Row(0) < w.count, Row(1) < w.count};
     float d_weight[2] = {};
-    Vector<S> gates[2], ups[2];  // of the next group: loaded while this one is worked on
-    const auto load = [&](int group) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int columns = exists[half] ? width - first - 32 * group : 0;
-        gates[half].template Load<whole>(from_gate + half * below + 32 * group, columns);
-        ups[half].template Load<whole>(from_up + half * below + 32 * group, columns);
-      }
+    Vector<S> gate, up;  // of the next half: loaded while this one is worked on
+    const auto load = [&](int group, int half) {
+      const int columns = exists[half] ? width - first - 32 * group : 0;
+      gate.template Load<whole>(from_gate + half * below + 32 * group, columns);
+      up.template Load<whole>(from_up + half * below + 32 * group, columns);
     };
-    load(0);
+    load(0, 0);
 #pragma unroll 1
     for (int group = 0; group < 8; ++group) {
+      const int columns = width - first - 32 * group;
       Group sums;
       SelectGroup(sum, group, sums);
-      const Vector<S> gates_now[2] = {gates[0], gates[1]}, ups_now[2] = {ups[0], ups[1]};
-      if (group < 7) load(group + 1);
-      const int columns = width - first - 32 * group;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int64_t offset = half * below + 32 * group;
+        float g[8], u[8], h[8], sigmoid[8];
+        gate.Widen(g);
+        up.Widen(u);
+        if (half == 0 || group < 7) load(group + half, 1 - half);
         Vector<float> d_h;
         d_h.FromSums(sums[half], t_);
         if (!exists[half]) d_h.Clear();
-        float g[8], u[8], h[8];
-        gates_now[half].Widen(g);
-        ups_now[half].Widen(u);
-        float sigmoid[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float clamped = clamps ? activation_.Gate(g[i]) : g[i];
           sigmoid[i] = Sigmoid<S>(clamped);
           h[i] = SwiGlu<float>::Forward(clamped, clamps ? activation_.Up(u[i]) : u[i], sigmoid[i]);
         }
-        Vector<S> rounded;  // the h that the forward pass multiplied by Wd
-        rounded.Round(h);
-        rounded.Widen(h);
+        Vector<S> out;  // first the h that the forward pass multiplied by Wd
+        out.Round(h);
+        out.Widen(h);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           // Columns beyond the last one are zero in gate and up, so in h.
@@ -434,7 +429,6 @@ class Stages {
           }
         }
         const int stored = exists[half] || !shared ? columns : 0;
-        Vector<S> out;
         out.Round(g);
         out.template Store<whole>(to_gate + offset, stored);
         out.Round(u);

@@ -100,7 +100,7 @@ class TaskQueue {
   bool Ready(const Task& task) const { return Missing(task) < 0; }
 
   int64_t Missing(const Task& task) const {
-    for (int w = 0; w < task.num_waits; ++w) {
+    for (int w = 0; w < Task::kWaits; ++w) {
       const Wait& wait = task.waits[w];
       for (int64_t i = wait.counter; i < wait.counter + wait.count; ++i) {
         if (counters_[i] != wait.target) return i;
