@@ -163,7 +163,7 @@ def test_offsets_beyond_32_bits():
     case = make_case("bf16", tokens=few, hidden=4608, intermediate=64, experts=8, top_k=8)
     keys = jax.random.split(jax.random.key(0), 2)
     x = jax.random.normal(keys[0], (tokens, 4608), jnp.bfloat16).at[-few:].set(case.x)
-    ids = jax.random.randint(keys[1], (tokens, 8), 0, 8).at[-few:].set(case.expert_ids)
+    ids = jax.random.randint(keys[1], (tokens, 8), 0, 8, jnp.int32).at[-few:].set(case.expert_ids)
     weights = jnp.ones((tokens, 8), jnp.float32).at[-few:].set(case.router_weights)
 
     @jax.jit

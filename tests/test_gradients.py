@@ -151,8 +151,9 @@ def test_two_losses_share_a_forward(implementation):
         return y.sum(), (y * cotangent_of(y)).sum()
 
     _, pull = jax.vjp(losses, *arguments)
-    together = pull((2.0, 1.0))
-    apart = jax.tree.map(lambda a, b: 2 * a + b, pull((1.0, 0.0)), pull((0.0, 1.0)))
+    zero, one = (jnp.asarray(value, case.x.dtype) for value in (0, 1))
+    together = pull((2 * one, one))
+    apart = jax.tree.map(lambda a, b: 2 * a + b, pull((one, zero)), pull((zero, one)))
     assert_near(numbered(together), numbered(apart), bound(implementation, 1e-14))
 
 

@@ -175,14 +175,17 @@ def test_donated_weights_in_a_training_step(implementation):
 EXPORTED = [jax.export.DisabledSafetyCheck.custom_call(target) for target in ops.TARGETS]
 
 
-def exported_and_called(function, *arguments):
-    return jax.jit(jax.export.export(jax.jit(function), disabled_checks=EXPORTED)(*arguments).call)(*arguments)
+def exported_and_called(function, *arguments, platforms=None):
+    exported = jax.export.export(jax.jit(function), disabled_checks=EXPORTED, platforms=platforms)(*arguments)
+    return jax.jit(exported.call)(*arguments)
 
 
 @implementations
 def test_export(implementation):
     case = case_of(implementation)
-    result = exported_and_called(lambda case, dy: value_and_gradients(case, dy, implementation), case, case.x)
+    platforms = ("cuda",) if implementation == "cuda" else None
+    function = lambda case, dy: value_and_gradients(case, dy, implementation)  # noqa: E731
+    result = exported_and_called(function, case, case.x, platforms=platforms)
     assert_near(result, run(case, "reference", case.x), bound(implementation, 1e-12))
 
 
