@@ -68,7 +68,7 @@ MOK_HD constexpr std::common_type_t<A, B> Max(A a, B b) {
 }
 
 // What tasks are counted in. On a GPU one warp decodes all tasks of a multiprocessor, and divides often:
-// there 64 bits would take several times as long. LaunchMegakernel checks that 32 are enough.
+// there 64 bits would take several times as long, and memory ends long before 32 do.
 #ifdef __CUDA_ARCH__
 using Index = int32_t;
 #else
