@@ -278,6 +278,9 @@ const char* LaunchPortableKernel(const Params& params, const PeerTable& peers, c
                                  const Launch& launch, cudaStream_t stream) {
   Launch filled = launch;
   if (filled.num_comm_sms == 0) filled.num_comm_sms = (launch.sms + 7) / 8;
+  // Careful: a CTA that moves rows waits for those that multiply, so one at least must multiply.
+  if (params.dims.Exchanges() && launch.sms < 2) return "ranks > 1 need two multiprocessors, one to move rows";
+  filled.num_comm_sms = Min(filled.num_comm_sms, launch.sms - 1);
   const Dims& d = params.dims;
   const bool whole = d.hidden % 8 == 0 && d.intermediate % 8 == 0 && d.shared_intermediate % 8 == 0;
   KernelFor(params.type, whole)<<<launch.sms, kThreads, kSharedBytes, stream>>>(params, peers, matrices, filled);
