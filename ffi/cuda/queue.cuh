@@ -56,6 +56,8 @@ __device__ inline bool WaitForCounters(const Params& p, const Launch& launch, co
       }
     }
   }
+  // What any lane has acquired, the others and whom they tell have now: a vote alone orders no memory.
+  __syncwarp();
   return __all_sync(~0u, fine);
 }
 
