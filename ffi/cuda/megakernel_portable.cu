@@ -26,8 +26,7 @@ constexpr int kStep = kRowBytes / static_cast<int>(sizeof(S));  // elements of t
 
 struct Shared {
   Work work;
-  int64_t ticket;
-  bool fine;
+  bool fine;  // there is a task, and what it waits for has come
 };
 
 // The byte of element (mn, k) of an operand in shared memory. kMn: boxes of kStep rows and kStep columns.
@@ -247,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       stages.End(w, sum);
     }
-    __threadfence();
+    __threadfence();  // what this thread stored, before thread 0 signals for all
     __syncthreads();
     if (threadIdx.x == 0) Signal(p, w.task);
     __syncthreads();  // the slot is read
