@@ -134,7 +134,7 @@ def test_virtual_ranks_of_dirty_scratch_and_few_movers(dtype, portable):
     case, _ = skewed(dtype, portable)
     config = MoKConfig(portable=portable, virtual_ranks=4, minibatch=128, macrobatch=256)
     expected = run(case, "cuda", config=config)
-    for changed in (dict(random_order=0), dict(num_comm_sms=1), dict(num_comm_sms=40)):
+    for changed in (dict(random_order=0), dict(num_comm_sms=1), dict(num_comm_sms=40), dict(num_comm_sms=1000)):
         assert_same_bits(run(case, "cuda", config=dataclasses.replace(config, **changed)), expected)
 
 

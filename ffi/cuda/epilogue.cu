@@ -60,6 +60,14 @@ __device__ void FillResults(const Params& p) {
   };
   fill(p.d_routed, d.local_experts * d.hidden * d.intermediate);
   fill(p.d_shared, d.hidden * d.shared_intermediate);
+  if (p.pass.direction == Direction::kBackward) return;
+  // The context is a result of the forward pass too: the backward pass, which may be on the stream already, must
+  // not take what was left unwritten for activations.
+  FillWithNaN(p.context.x, d.macrobatch * d.hidden, sizeof(S));
+  FillWithNaN(p.context.gate, d.macrobatch * d.intermediate, sizeof(S));
+  FillWithNaN(p.context.up, d.macrobatch * d.intermediate, sizeof(S));
+  FillWithNaN(p.context.shared_gate, d.tokens * d.shared_intermediate, sizeof(S));
+  FillWithNaN(p.context.shared_up, d.tokens * d.shared_intermediate, sizeof(S));
 }
 
 template <typename S, bool kWide, bool kBackward>

@@ -2,7 +2,7 @@
 // kernel, which differ in how they bring the boxes to the tensor cores.
 //
 // Every task is one product of a 128 x 256 tile, D = sum over k of A[m, k] B[n, k], in one fragment layout
-// (stages.cuh). An operand whose contraction runs along a matrix's rows is Major::kK, else Major::kMn.
+// (fragment.cuh). An operand whose contraction runs along a matrix's rows is Major::kK, else Major::kMn.
 #ifndef MOK_CUDA_GEMM_CUH_
 #define MOK_CUDA_GEMM_CUH_
 

@@ -33,7 +33,7 @@ struct Launch {
   int sms;
   Status* status;  // pinned host memory
   uint64_t timeout_ns;
-  int num_comm_sms;  // portable kernels with ranks > 1: CTAs that communicate; 0: an eighth
+  int num_comm_sms;  // portable kernels with ranks > 1: CTAs that communicate, all but one at most; 0: an eighth
 };
 
 // What words of Ring::control mean; all zero at the start.

@@ -26,8 +26,7 @@ constexpr int kStep = kRowBytes / static_cast<int>(sizeof(S));  // elements of t
 
 struct Shared {
   Work work;
-  int64_t ticket;
-  bool fine;
+  bool fine;  // there is a task, and what it waits for has come
 };
 
 // The byte of element (mn, k) of an operand in shared memory. kMn: boxes of kStep rows and kStep columns.
@@ -247,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       stages.End(w, sum);
     }
-    __threadfence();
+    __threadfence();  // what this thread stored, before thread 0 signals for all
     __syncthreads();
     if (threadIdx.x == 0) Signal(p, w.task);
     __syncthreads();  // the slot is read
@@ -278,6 +277,9 @@ const char* LaunchPortableKernel(const Params& params, const PeerTable& peers, c
                                  const Launch& launch, cudaStream_t stream) {
   Launch filled = launch;
   if (filled.num_comm_sms == 0) filled.num_comm_sms = (launch.sms + 7) / 8;
+  // Careful: a CTA that moves rows waits for those that multiply, so one at least must multiply.
+  if (params.dims.Exchanges() && launch.sms < 2) return "ranks > 1 need two multiprocessors, one to move rows";
+  filled.num_comm_sms = Min(filled.num_comm_sms, launch.sms - 1);
   const Dims& d = params.dims;
   const bool whole = d.hidden % 8 == 0 && d.intermediate % 8 == 0 && d.shared_intermediate % 8 == 0;
   KernelFor(params.type, whole)<<<launch.sms, kThreads, kSharedBytes, stream>>>(params, peers, matrices, filled);

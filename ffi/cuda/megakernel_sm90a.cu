@@ -46,6 +46,7 @@ struct Shared {
   uint64_t work_full[kWorkSlots], finished[kWorkSlots], work_empty[kWorkSlots];
   uint64_t moved[kMoveBuffers];
 };
+// Careful: the host's size, an upper bound: Index, and so TaskList and Work, is wider there.
 constexpr int kSharedBytes = sizeof(Shared) + 1024;
 static_assert(kSharedBytes <= 232448, "a CTA of sm_90 has 227 KiB");
 
@@ -156,7 +157,7 @@ class Mover {
   __device__ void Finish() {
     for (int i = 0; i < kLag; ++i) In(nullptr, nullptr, 0);
     ptx::StoreBulkWait<0>();
-    ptx::FenceProxyAsync();
+    ptx::FenceProxyAsync();  // orders the copies before the signal that lets others read them
   }
 
  private:
@@ -201,6 +202,8 @@ class Mover {
 __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& launch, Shared& s, int lane) {
   const TaskList& list = s.list;
   const Dims& d = p.dims;
+  // Careful: below, one lane moves one row's weight.
+  static_assert(TilesOf(Path::kHopper).communication_rows <= 32, "a communication task has a row for each lane");
   const int64_t tasks = list.NumCommunication(), routes = d.Routes(), row_bytes = d.hidden * 2;
   Mover mover(s.moves, s.moved, s.zeros);
   const auto row = [row_bytes](const void* base, int64_t index) {
@@ -240,7 +243,7 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
             Stages<BFloat16, true>::SumPartials(p, ring_row, static_cast<int>(list.DHiddenTiles()));
       }
     }
-    __threadfence();
+    __threadfence();  // every lane's weights, before lane 0 signals for all
     __syncwarp();
     if (lane == 0) Signal(p, task);
   }

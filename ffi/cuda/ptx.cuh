@@ -51,11 +51,6 @@ __device__ __forceinline__ float Reciprocal(float x) {
   return result;
 }
 
-// A barrier of some of the CTA's warps.
-__device__ __forceinline__ void NamedBarrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // ---- sm_80: asynchronous 16-byte copies and tensor cores ----
 
 // 16 bytes to shared memory, or zeros.
@@ -129,10 +124,6 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
 
 // Orders generic accesses before (after) those of the copy engine and the tensor cores.
 __device__ __forceinline__ void FenceProxyAsync() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
-__device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 
 // A box of a three-dimensional tensor: x runs along a row, y over rows, z over matrices. Arrives with its
 // bytes at `barrier`; what lies outside the tensor is zero.

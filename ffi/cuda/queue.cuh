@@ -1,8 +1,9 @@
 // Tickets, waits and signals of the task list on the device. Called by the warps that hand tasks out.
 //
-// A task's producers stand before it in its sequence or in the other one, and every CTA works its tickets
-// off in order, so a wait ends unless a counter is wrong. A wait that does not end is reported once through
-// Status, sets the call's abort flag, which ends every other wait too, and the kernel drains.
+// A task's producers stand before it in its sequence or in the other one, every CTA works its tickets off in
+// order, and each sequence has a CTA that takes its tickets, so a wait ends unless a counter is wrong. A wait
+// that does not end is reported once through Status, sets the call's abort flag, which ends every other wait too,
+// and the kernel drains.
 #ifndef MOK_CUDA_QUEUE_CUH_
 #define MOK_CUDA_QUEUE_CUH_
 
@@ -56,6 +57,8 @@ __device__ inline bool WaitForCounters(const Params& p, const Launch& launch, co
       }
     }
   }
+  // What any lane has acquired, the others and whom they tell have now: a vote alone orders no memory.
+  __syncwarp();
   return __all_sync(~0u, fine);
 }
 
@@ -64,7 +67,8 @@ __device__ inline int TakeTicket(const Params& p, ControlWord sequence, int lane
   return lane == 0 ? atomicAdd(p.ring.control + sequence, 1) : 0;
 }
 
-// By one thread, after a barrier with all that wrote the task's results.
+// By one thread, after a barrier with all that wrote the task's results: the fence and the release pass on to
+// whoever acquires the counter what the barrier passed on to this thread.
 __device__ inline void Signal(const Params& p, const Task& task) {
   if (task.signal < 0) return;
   __threadfence();

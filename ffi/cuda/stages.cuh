@@ -6,6 +6,7 @@
 #ifndef MOK_CUDA_STAGES_CUH_
 #define MOK_CUDA_STAGES_CUH_
 
+#include <limits>
 #include <type_traits>
 
 #include "../numerics.h"
@@ -98,7 +99,7 @@ class Stages {
   }
 
  private:
-  static constexpr double kInfinite = 3e38;
+  static constexpr double kInfinite = std::numeric_limits<double>::infinity();
 
   __device__ int Row(int half) const { return warp_row_ + lane_ / 4 + 8 * half; }  // of the tile
   __device__ static S* At(void* base, int64_t element) {
