@@ -103,10 +103,11 @@ def moe(
     arguments = dict(x=x, expert_ids=expert_ids, router_weights=router_weights, w_gate=w_gate, w_up=w_up, w_down=w_down)
     if shared is not None:
         if not isinstance(shared, (tuple, list)) or len(shared) != 3:
-            raise TypeError(f"moe: shared must be a tuple (w_gate, w_up, w_down) or None, got {describe(shared)}")
+            found = f"{len(shared)} of them" if isinstance(shared, (tuple, list)) else describe(shared)
+            raise TypeError(f"moe: shared must be a tuple (w_gate, w_up, w_down) or None, got {found}")
         arguments |= {f"shared {name}": w for name, w in zip(("w_gate", "w_up", "w_down"), shared, strict=True)}
     if not isinstance(config, MoKConfig):
-        raise TypeError(f"moe: config must be a MoKConfig, got {describe(config)}")
+        raise TypeError(f"moe: config must be a MoKConfig, got {describe(config)}; use mok_jax.MoKConfig(...)")
     arrays = {name: as_array("moe", name, value) for name, value in arguments.items()}
     placement = place(mesh, list(arrays.values()), expert_axis, token_axes)
     _check_arguments(arrays, placement, config)

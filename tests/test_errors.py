@@ -105,7 +105,7 @@ def test_no_array(name, value, found):
 
 @pytest.mark.parametrize(
     ("shared", "found"),
-    [(jnp.zeros((6, 14), "float32"), "float32[6, 14]"), ((1, 2), "tuple (1, 2)"), ("no", "str 'no'")],
+    [(jnp.zeros((6, 14), "float32"), "float32[6, 14]"), ((1, 2), "2 of them"), ("no", "str 'no'")],
     ids=["array", "pair", "text"],
 )
 def test_shared_is_no_triple(shared, found):
@@ -136,7 +136,11 @@ def test_bfloat16_x_takes_two_kinds_of_weights():
 
 # (options of moe(), error, message after "moe: "); the mesh is made in the test.
 OPTIONS = {
-    "config": (dict(config={"row_tile": 8}), TypeError, "config must be a MoKConfig, got dict {'row_tile': 8}"),
+    "config": (
+        dict(config={"row_tile": 8}),
+        TypeError,
+        "config must be a MoKConfig, got dict {'row_tile': 8}; use mok_jax.MoKConfig(...)",
+    ),
     "expert_axis": (
         dict(expert_axis=("expert",)),
         TypeError,

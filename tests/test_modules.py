@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import IMPLEMENTATIONS, TINY, assert_near, assert_same_bits, bound, kinds, mesh_of, refuse, tiny
+from cases import (
+    IMPLEMENTATIONS,
+    TINY,
+    assert_near,
+    assert_same_bits,
+    bound,
+    kinds,
+    mesh_of,
+    numbered,
+    refuse,
+    tiny,
+)
 from flax import nnx
 from jax.nn.initializers import lecun_normal, zeros
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -454,6 +465,30 @@ def test_scan_over_layers(framework, remat):
     result = run(summed(SCANS[framework](remat, "xla")), stacked(), x_of(37))
     assert (result["each_tokens_per_expert"].sum(axis=1) == 37 * 3).all()
     assert_near(result, expected_of_a_scan(), 1e-12)
+
+
+def test_layers_stacked_under_a_mesh():
+    # As the README has it: flax must be told that the layers' axis is no mesh axis.
+    metadata = {nnx.PARTITION_NAME: None}
+
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=metadata)
+    def make(key):
+        return mok_jax.MoKMoE(8, 12, num_experts=4, top_k=2, implementation="host", rngs=nnx.Rngs(key))
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=metadata)
+    def apply(layer, x):
+        return layer(x)
+
+    @nnx.jit
+    def step(layers, x):
+        return nnx.value_and_grad(lambda layers: jnp.square(apply(layers, x)).sum())(layers)
+
+    keys, x = jax.random.split(jax.random.key(0), 3), jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)))
+    one = numbered(jax.device_get(step(make(keys), x)))
+    with jax.set_mesh(mesh_of()):
+        layers = make(keys)
+        assert layers.w_gate[...].sharding.shard_shape((3, 4, 8, 12)) == (3, 1, 8, 12)
+        assert_near(numbered(jax.device_get(step(layers, x))), one, 1e-5)
 
 
 @frameworks

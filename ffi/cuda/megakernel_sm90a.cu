@@ -374,9 +374,17 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 const char* LoadHopperKernel() {
-  const cudaError_t error =
-      cudaFuncSetAttribute(HopperKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, HopperKernel);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(HopperKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  }
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  if (attributes.numRegs < kLaunchRegisters) {
+    return "this compiler gave the Hopper kernel too few registers to share out; build with CUDA 13.0 and "
+           "without -G or a register limit, or use MoKConfig(portable=True)";
+  }
+  return nullptr;
 }
 
 const char* LaunchHopperKernel(const Params& params, const PeerTable& peers, const Maps& maps, const Launch& launch,
