@@ -487,7 +487,10 @@ def test_layers_stacked_under_a_mesh():
     one = numbered(jax.device_get(step(make(keys), x)))
     with jax.set_mesh(mesh_of()):
         layers = make(keys)
-        assert layers.w_gate[...].sharding.shard_shape((3, 4, 8, 12)) == (3, 1, 8, 12)
+        optimizer = nnx.Optimizer(layers, optax.adam(1e-3), wrt=nnx.Param)  # goes by the metadata
+        stacked = [a for a in jax.tree.leaves(nnx.state((layers, optimizer))) if a.shape == (3, 4, 8, 12)]
+        assert len(stacked) == 6  # w_gate and w_up, each with two moments
+        assert all(a.sharding.shard_shape(a.shape) == (3, 1, 8, 12) for a in stacked)
         assert_near(numbered(jax.device_get(step(layers, x))), one, 1e-5)
 
 
