@@ -122,10 +122,9 @@ struct Decoded {
   std::string complaint;
 };
 
-// tiles_of: ScalarType -> Tiles.
-template <typename TilesOf>
-Decoded Decode(Direction direction, const CallAttributes& call, ffi::RemainingArgs arguments,
-               ffi::RemainingRets results, TilesOf tiles_of) {
+// tiles: the target's.
+inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::RemainingArgs arguments,
+                      ffi::RemainingRets results, const Tiles& tiles) {
   Decoded decoded{};
   const bool backward = direction == Direction::kBackward;
   if (arguments.size() != (backward ? 19 : 10) || results.size() != (backward ? 9 : 10)) {
@@ -194,7 +193,6 @@ Decoded Decode(Direction direction, const CallAttributes& call, ffi::RemainingAr
       gradients[i] = {wanted[i] ? result.untyped_data() : nullptr, TypeOf(result).value_or(ScalarType::kFloat32)};
     }
   }
-  const Tiles tiles = tiles_of(*type);
   Ring measured;
   const int64_t ring_bytes = LayOutRing(d, pass, tiles, s, w, nullptr, &measured);
   decoded.workspace_bytes = copies * ring_bytes;

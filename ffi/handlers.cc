@@ -71,7 +71,7 @@ template <Direction direction>
 ffi::Future Handle(ffi::RunId run, ffi::ThreadPool pool, CallAttributes call, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results) {
   constexpr bool kBackward = direction == Direction::kBackward;
-  Decoded decoded = Decode(direction, call, arguments, results, [](ScalarType) { return host::kTiles; });
+  Decoded decoded = Decode(direction, call, arguments, results, host::kTiles);
   if (!decoded.complaint.empty()) return Failed(decoded.complaint);
   const int64_t rank = decoded.place[0], group = decoded.place[1];
   if (rank < 0 || rank >= call.ranks) return Failed("mok_jax: rank out of range");
@@ -180,7 +180,7 @@ PYBIND11_MODULE(MOK_MODULE, module) {
     targets["mok_backward"] = Capsule(reinterpret_cast<void*>(MokBackward));
     return targets;
   });
-  DefinePlanning(module, {[](bool, ScalarType) { return host::kTiles; }, host::kRowTile, host::kComputeUnits});
+  DefinePlanning(module, {[](bool) { return host::kTiles; }, host::kRowTile, host::kComputeUnits});
   module.def("minibatch_estimate", &MinibatchEstimate, py::arg("units"), py::arg("row_tile"), py::arg("columns"),
              py::arg("intermediate"));
   module.def("build_schedule", &BuildSchedule, py::arg("dims"), py::arg("rank"), py::arg("ids"));

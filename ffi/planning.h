@@ -6,7 +6,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <string>
 
 #include "decode.h"
 #include "params.h"
@@ -18,7 +17,7 @@ namespace py = pybind11;
 
 // One implementation's sizes.
 struct Target {
-  Tiles (*tiles)(bool portable, ScalarType type);
+  Tiles (*tiles)(bool portable);
   int64_t row_tile;  // the default
   int64_t units;     // compute units that the default minibatch is planned for
 };
@@ -41,13 +40,10 @@ inline py::capsule Capsule(void* handler) { return py::capsule(handler, "xla._CU
 inline void DefinePlanning(py::module_& module, const Target& target) {
   const auto plan = [target](int64_t tokens, int64_t hidden, int64_t intermediate, int64_t shared_intermediate,
                              int64_t local_experts, int64_t ranks, int64_t top_k, int64_t row_tile, int64_t minibatch,
-                             int64_t macrobatch, bool portable, const std::string& dtype) {
-    const ScalarType type = dtype == "bfloat16"  ? ScalarType::kBFloat16
-                            : dtype == "float64" ? ScalarType::kFloat64
-                                                 : ScalarType::kFloat32;
+                             int64_t macrobatch, bool portable) {
     Plan p{{tokens, hidden, intermediate, shared_intermediate, local_experts, ranks, top_k,
             row_tile > 0 ? row_tile : target.row_tile, minibatch, macrobatch, 0},
-           target.tiles(portable, type)};
+           target.tiles(portable)};
     PlanRows(&p, p.tiles, target.units);
     return p;
   };
@@ -55,8 +51,7 @@ inline void DefinePlanning(py::module_& module, const Target& target) {
   py::class_<Plan>(module, "Dims", py::module_local())
       .def(py::init(plan), py::kw_only(), py::arg("tokens"), py::arg("hidden"), py::arg("intermediate"),
            py::arg("shared_intermediate"), py::arg("local_experts"), py::arg("ranks"), py::arg("top_k"),
-           py::arg("row_tile"), py::arg("minibatch"), py::arg("macrobatch"), py::arg("portable") = false,
-           py::arg("dtype") = "float32")
+           py::arg("row_tile"), py::arg("minibatch"), py::arg("macrobatch"), py::arg("portable") = false)
       .def_readonly("row_tile", &Plan::row_tile)
       .def_readonly("minibatch", &Plan::minibatch)
       .def_readonly("macrobatch", &Plan::macrobatch)

@@ -180,7 +180,6 @@ class Dims:
             minibatch=config.minibatch or 0,
             macrobatch=config.macrobatch or 0,
             portable=self.portable,
-            dtype=self.dtype.name,
         )
         if plan.capacity >= 2**31:
             raise ValueError(

@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import AxisType
 
 import mok_jax
+from mok_jax import ops
 
 GPU = "cuda" in os.environ.get("JAX_PLATFORMS", "")  # conftest.py sees to it
 CPU_IMPLEMENTATIONS = ("reference", "xla", "host")
@@ -168,6 +169,22 @@ def make_case(
         w_up=weight(experts, hidden, intermediate),
         w_down=weight(experts, intermediate, hidden),
         shared=(weight(hidden, shared), weight(hidden, shared), weight(shared, hidden)) if shared else None,
+    )
+
+
+def dims_of(case: Case, config, **options) -> ops.Dims:
+    """The sizes of a call on one rank."""
+    return ops.Dims(
+        tokens=case.x.shape[0],
+        hidden=case.x.shape[1],
+        intermediate=case.w_gate.shape[2],
+        shared_intermediate=case.shared[0].shape[1],
+        local_experts=case.w_gate.shape[0],
+        ranks=1,
+        top_k=case.expert_ids.shape[1],
+        dtype=case.x.dtype,
+        config=config,
+        **options,
     )
 
 

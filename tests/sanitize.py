@@ -35,4 +35,6 @@ if __name__ == "__main__":
         case = cases.make_case(dtype, "padding_slots", **sizes)
         result = cases.run(case, "cuda", config=mok_jax.MoKConfig(**options))
         wrong = [name for name, value in result.items() if not np.isfinite(value.astype(np.float32)).all()]
-        print(dtype, sizes, options, f"not finite: {wrong}" if wrong else "finite")
+        if wrong:
+            raise SystemExit(f"{dtype} {sizes} {options}: not finite: {wrong}")
+        print(dtype, sizes, options, "finite")

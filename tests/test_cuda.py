@@ -233,19 +233,7 @@ def test_command_buffers(kinds, ranks):
 
 def first_block_of_h(case, config):
     """The index of hidden_ready[0] in CounterLayout."""
-    plan = ops.Dims(
-        tokens=case.x.shape[0],
-        hidden=case.x.shape[1],
-        intermediate=case.w_gate.shape[2],
-        shared_intermediate=case.shared[0].shape[1],
-        local_experts=case.w_gate.shape[0],
-        ranks=1,
-        top_k=case.expert_ids.shape[1],
-        dtype=case.x.dtype,
-        config=config,
-        implementation="cuda",
-        gpu=ops.Gpu((9, 0), None),
-    ).plan()
+    plan = cases.dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None)).plan()
     return -(-plan.capacity // plan.minibatch)
 
 

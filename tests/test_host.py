@@ -22,17 +22,7 @@ BASE = mok_jax.MoKConfig(row_tile=8)
 
 
 def forward(case, config, context=True):
-    dims = ops.Dims(
-        tokens=case.x.shape[0],
-        hidden=case.x.shape[1],
-        intermediate=case.w_gate.shape[2],
-        shared_intermediate=case.shared[0].shape[1],
-        local_experts=case.w_gate.shape[0],
-        ranks=1,
-        top_k=case.expert_ids.shape[1],
-        dtype=case.x.dtype,
-        config=config,
-    )
+    dims = cases.dims_of(case, config)
     weights = (case.w_gate, case.w_up, case.w_down, *case.shared)
     place = jnp.zeros(2, jnp.int32)
     return ops.forward(dims, place, case.x, case.expert_ids, case.router_weights, weights, context=context)

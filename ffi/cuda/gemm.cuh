@@ -74,7 +74,7 @@ inline Matrices MatricesOf(const Params& p, bool pulls) {
 struct Operand {
   int16_t first, second;  // the matrix, and the one that takes over (see Gemm)
   int32_t mn, k, z;       // where the tile begins along M or N, along the contraction, and the expert
-  bool gathered;          // rows are named by Schedule::row_source, from row `row` of the schedule on
+  bool gathered;          // rows are places in the schedule, whose row_source names the matrix's rows
 };
 
 struct Gemm {

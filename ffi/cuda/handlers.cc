@@ -118,8 +118,7 @@ template <Direction direction>
 ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results) {
   const Path path = call.portable != 0 ? Path::kPortable : Path::kHopper;
-  Decoded decoded =
-      Decode(direction, call, arguments, results, [path](ScalarType type) { return TilesOf(path, type); });
+  Decoded decoded = Decode(direction, call, arguments, results, TilesOf(path));
   if (!decoded.complaint.empty()) return ffi::Error::InvalidArgument(decoded.complaint);
   const Params& first = decoded.ranks[0];
   if (call.ranks != 1 || call.virtual_ranks > kMaxRanks || call.row_tile != kRowTile ||
@@ -226,9 +225,7 @@ PYBIND11_MODULE(_cuda, module) {
     targets["mok_schedule"] = Stages(reinterpret_cast<void*>(MokSchedule));
     return targets;
   });
-  const auto tiles = [](bool portable, ScalarType type) {
-    return TilesOf(portable ? Path::kPortable : Path::kHopper, type);
-  };
+  const auto tiles = [](bool portable) { return TilesOf(portable ? Path::kPortable : Path::kHopper); };
   DefinePlanning(module, {tiles, kRowTile, kComputeUnits});
   module.def("schedule_scratch", [](const Plan& plan) { return ScheduleScratch(plan); }, py::arg("dims"));
 }
