@@ -44,7 +44,7 @@ struct Tiles {
   int64_t hidden_columns;    // of a tile of down and dgrad-gate-up
   Shape gate_up_gradient;    // a tile of it has as many of gate and of up
   Shape down_gradient;
-  int64_t group;               // blocks that share a column tile before the next one begins
+  int64_t group;               // rows of tiles walked column by column, about
   int64_t communication_rows;  // of a communication task; 0: a whole block
   bool gathers;                // reads x and dy where they are if rows need not travel; else always by the ring
 };
@@ -170,18 +170,19 @@ class TaskList {
     width_tiles_ = CeilDiv(dims.intermediate, tiles.gate_up_columns);
     d_width_tiles_ = CeilDiv(dims.intermediate, tiles.d_hidden_columns);
     hidden_tiles_ = CeilDiv(dims.hidden, tiles.hidden_columns);
-    gate_up_gradient_tiles_ = pass.gate_up_gradient ? Grid(dims.hidden, dims.intermediate, tiles.gate_up_gradient) : 0;
-    down_gradient_tiles_ = pass.down_gradient ? Grid(dims.intermediate, dims.hidden, tiles.down_gradient) : 0;
-    gradient_tiles_ = gate_up_gradient_tiles_ + down_gradient_tiles_;
+    if (pass.gate_up_gradient) gate_up_gradient_ = GridOf(dims.hidden, dims.intermediate, tiles.gate_up_gradient);
+    if (pass.down_gradient) down_gradient_ = GridOf(dims.intermediate, dims.hidden, tiles.down_gradient);
+    gradient_tiles_ = gate_up_gradient_.Tiles() + down_gradient_.Tiles();
     const bool shared = dims.shared_intermediate > 0;
     token_blocks_ = shared ? CeilDiv(dims.tokens, dims.row_tile) : 0;
     shared_width_tiles_ = CeilDiv(dims.shared_intermediate, tiles.gate_up_columns);
     shared_d_width_tiles_ = CeilDiv(dims.shared_intermediate, tiles.d_hidden_columns);
-    shared_gate_up_gradient_tiles_ = shared && pass.shared_gate_up_gradient
-                                         ? Grid(dims.hidden, dims.shared_intermediate, tiles.gate_up_gradient)
-                                         : 0;
-    shared_down_gradient_tiles_ =
-        shared && pass.shared_down_gradient ? Grid(dims.shared_intermediate, dims.hidden, tiles.down_gradient) : 0;
+    if (shared && pass.shared_gate_up_gradient) {
+      shared_gate_up_gradient_ = GridOf(dims.hidden, dims.shared_intermediate, tiles.gate_up_gradient);
+    }
+    if (shared && pass.shared_down_gradient) {
+      shared_down_gradient_ = GridOf(dims.shared_intermediate, dims.hidden, tiles.down_gradient);
+    }
   }
 
   MOK_HD Index NumCommunication() const { return ((pulls_ ? 1 : 0) + (pushes_ ? 1 : 0)) * blocks_ * parts_; }
@@ -256,8 +257,13 @@ class TaskList {
   }
 
  private:
-  MOK_HD static Index Grid(Index rows, Index columns, const Tiles::Shape& tile) {
-    return CeilDiv(rows, tile.rows) * CeilDiv(columns, tile.columns);
+  // Tiles of a matrix.
+  struct Grid {
+    Index rows = 0, columns = 0;
+    MOK_HD Index Tiles() const { return rows * columns; }
+  };
+  MOK_HD static Grid GridOf(Index rows, Index columns, const Tiles::Shape& tile) {
+    return {static_cast<Index>(CeilDiv(rows, tile.rows)), static_cast<Index>(CeilDiv(columns, tile.columns))};
   }
 
   MOK_HD Index BlocksIn(Index macrobatch) const {
@@ -343,14 +349,17 @@ class TaskList {
     return BlockTask(macrobatch, op, macrobatch * macrobatch_blocks_ + first, here, index, tiles);
   }
 
-  // Task `index` of one stage of a minibatch's blocks.
+  // Task `index` of one stage of a minibatch's blocks: expert by expert, so that its weights are read once.
   MOK_HD Task BlockTask(Index macrobatch, Op op, Index first, Index blocks, Index index, Index tiles) const {
     Task task;
     task.macrobatch = macrobatch;
-    const Index group = index / (group_ * tiles);
-    index -= group * group_ * tiles;
-    const Index grouped = Min(group_, blocks - group * group_);
-    Place(&task, op, first + group * group_ + index % grouped, index / grouped);
+    task.op = op;
+    // Each block has as many tasks, so this one stands where those of block index / tiles would.
+    task.expert = ExpertOf((first + index / tiles) * row_tile_);
+    const Index begin = Max(first, row_offset_[task.expert] / row_tile_);
+    const Index end = Min(first + blocks, row_offset_[task.expert + 1] / row_tile_);
+    Walk(index - (begin - first) * tiles, end - begin, tiles, &task.block, &task.tile);
+    task.block += begin;
     if (op == Op::kGateUp) {
       WaitForX(&task);
       task.signal = at_.hidden_ready + task.block;
@@ -375,12 +384,7 @@ class TaskList {
     task.macrobatch = macrobatch;
     task.expert = expert;
     if (expert > LastExpert(macrobatch)) return task;
-    task.tile = index % gradient_tiles_;
-    task.op = Op::kGradGateUp;
-    if (task.tile >= gate_up_gradient_tiles_) {
-      task.op = Op::kGradDown;
-      task.tile -= gate_up_gradient_tiles_;
-    }
+    PlaceGradient(&task, Op::kGradGateUp, Op::kGradDown, index % gradient_tiles_, gate_up_gradient_, down_gradient_);
     const Index start = macrobatch * macrobatch_rows_, end = start + macrobatch_rows_;
     const Index first_row = Max(row_offset_[expert], start), last_row = Min(row_offset_[expert + 1], end);
     task.block = first_row / row_tile_;
@@ -499,7 +503,7 @@ class TaskList {
     const Index gate_up = Computes(0) ? shared_width_tiles_ : 0;
     const Index d_down = backward_ ? shared_d_width_tiles_ : 0;
     return token_blocks_ * (gate_up + d_down + hidden_tiles_) +
-           (backward_ ? shared_gate_up_gradient_tiles_ + shared_down_gradient_tiles_ : 0);
+           (backward_ ? shared_gate_up_gradient_.Tiles() + shared_down_gradient_.Tiles() : 0);
   }
 
   MOK_HD Task Shared(Index index) const {
@@ -519,8 +523,8 @@ class TaskList {
       else task.WaitFor<0>(at_.shared_hidden_ready + task.block, shared_width_tiles_);
     } else {
       index -= token_blocks_ * hidden_tiles_;
-      task.op = index < shared_gate_up_gradient_tiles_ ? Op::kSharedGradGateUp : Op::kSharedGradDown;
-      task.tile = index < shared_gate_up_gradient_tiles_ ? index : index - shared_gate_up_gradient_tiles_;
+      PlaceGradient(&task, Op::kSharedGradGateUp, Op::kSharedGradDown, index, shared_gate_up_gradient_,
+                    shared_down_gradient_);
       task.blocks = token_blocks_;
       task.WaitFor<0>(at_.shared_d_hidden_ready, shared_d_width_tiles_, token_blocks_);
     }
@@ -529,11 +533,34 @@ class TaskList {
 
   MOK_HD void PlaceShared(Task* task, Op op, Index index, Index tiles) const {
     task->op = op;
-    const Index group = index / (group_ * tiles);
-    index -= group * group_ * tiles;
-    const Index grouped = Min(group_, token_blocks_ - group * group_);
-    task->block = group * group_ + index % grouped;
-    task->tile = index / grouped;
+    Walk(index, token_blocks_, tiles, &task->block, &task->tile);
+  }
+
+  MOK_HD void PlaceGradient(Task* task, Op gate_up_op, Op down_op, Index index, const Grid& gate_up,
+                            const Grid& down) const {
+    const bool is_down = index >= gate_up.Tiles();
+    const Grid& grid = is_down ? down : gate_up;
+    task->op = is_down ? down_op : gate_up_op;
+    Index row, column;
+    Walk(is_down ? index - gate_up.Tiles() : index, grid.rows, grid.columns, &row, &column);
+    task->tile = row * grid.columns + column;
+  }
+
+  // Place `index` of a walk over a grid of tiles: in groups of about `group` rows, whose operands a second level
+  // cache holds, column by column. Places 2 i and 2 i + 1 are two rows of one column, those of an odd last row
+  // two columns of it, so that two multiprocessors can share an operand.
+  MOK_HD void Walk(Index index, Index rows, Index columns, Index* row, Index* column) const {
+    const Index groups = Max(1, (rows + group_ / 2) / group_), size = RoundUp(CeilDiv(rows, groups), 2);
+    const Index before = index / (size * columns) * size;
+    index -= before * columns;
+    const Index here = Min(size, rows - before), pairs = here / 2;
+    if (index < 2 * pairs * columns) {
+      *row = before + index / 2 % pairs * 2 + index % 2;
+      *column = index / 2 / pairs;
+    } else {
+      *row = before + here - 1;
+      *column = index - 2 * pairs * columns;
+    }
   }
 
   bool context_;
@@ -543,9 +570,9 @@ class TaskList {
   bool pulls_, pushes_, backward_;
   Index parts_, group_;
   Index blocks_, minibatch_blocks_, macrobatch_blocks_, macrobatches_;
-  Index width_tiles_, d_width_tiles_, hidden_tiles_, gate_up_gradient_tiles_, down_gradient_tiles_, gradient_tiles_;
-  Index token_blocks_, shared_width_tiles_, shared_d_width_tiles_, shared_gate_up_gradient_tiles_,
-      shared_down_gradient_tiles_;
+  Index width_tiles_, d_width_tiles_, hidden_tiles_, gradient_tiles_;
+  Index token_blocks_, shared_width_tiles_, shared_d_width_tiles_;
+  Grid gate_up_gradient_, down_gradient_, shared_gate_up_gradient_, shared_down_gradient_;
 };
 
 }  // namespace mok
