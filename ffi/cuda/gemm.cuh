@@ -86,7 +86,7 @@ struct Gemm {
 
 // What the workers of a CTA need to know of a task.
 struct Work {
-  Task task;
+  Task task;  // kNone: nothing to do
   Gemm gemm;
   int32_t count;   // rows of the block that exist
   int32_t row;     // the block's first row in the ring (shared: token)

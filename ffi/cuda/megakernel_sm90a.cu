@@ -1,5 +1,9 @@
 // The megakernel for Hopper: bfloat16, persistent, one CTA an SM. Launched by megakernel.cu.
 //
+// Two CTAs are a cluster and take two tasks at a time, neighbours in the list. Where these have an operand in
+// common each CTA brings half of it to both, so that the second level cache is read less; where not, each
+// works by itself, with as many steps as the other so that their pipelines stay in line.
+//
 // Warps of a CTA: 0 brings boxes to shared memory by the copy engine; 1 takes tickets, waits for their
 // counters and describes the tasks, one ahead; 2 moves rows (dispatch, combine and their reverses) through
 // buffers of its own; 3 signals finished tasks, whose fence would hold up a warp that multiplies; 4 to 11 are
@@ -30,6 +34,16 @@ constexpr int kMoveBuffers = 6, kMoveBytes = 4096;
 constexpr int kLag = 4;  // pieces on their way in while another goes out
 static_assert(kLag < kMoveBuffers, "a piece's buffer must be free when it comes in");
 
+// Which operand the two tasks of a cluster have in common.
+enum class Common { kNothing, kA, kB };
+
+// A CTA's task beside the other CTA's.
+struct PairWork : Work {
+  Common common;
+  int32_t steps;  // the larger number of both
+  bool last;      // no tasks are left
+};
+
 struct Shared {
   uint8_t stages[kStages][kStageBytes];  // 1024-byte aligned: the swizzle counts from there
   uint8_t moves[kMoveBuffers][kMoveBytes];
@@ -37,14 +51,20 @@ struct Shared {
   int32_t row_offset[kCachedExperts + 1], row_count[kCachedExperts];  // copies, if all experts fit
   const int32_t* row_counts;                                          // these or the originals
   TaskList list;
-  Work work[kWorkSlots];
-  // full: the copy engine's bytes (1 arrival), waited for by the math warps; empty: the math warps (8), by
-  // the copying warp. work_full: the ticket warp (1), by all that work on the slot; finished: the math warps
-  // (8), by the signalling warp; work_empty: the copying and the signalling warp (2), by the ticket warp.
-  // moved: the copy engine's bytes (1), by the moving warp.
-  uint64_t full[kStages], empty[kStages];
+  PairWork work[kWorkSlots];
+  Work other;                   // the other CTA's, to compare
+  Task waited;                  // the task whose counters the ticket warp waits for
+  int32_t tickets[kWorkSlots];  // from the cluster's first CTA to its second
+  // full: the copy engine's bytes (1 arrival), waited for by the math warps; empty: the math warps of both CTAs
+  // (16; without a common operand those of one, each twice), by the copying warp. other_done: the other CTA's
+  // math warps (8) after tasks without a common operand, by the copying warp. work_full: the ticket warp (1),
+  // by all that work on the slot; finished: the math warps (8), by the signalling warp; work_empty: the copying
+  // and the signalling warp (2), by the ticket warp. moved: the copy engine's bytes (1), by the moving warp.
+  // ticket_full: the first CTA's bytes (1), by the second's ticket warp; ticket_empty: the other way (1).
+  uint64_t full[kStages], empty[kStages], other_done[kWorkSlots];
   uint64_t work_full[kWorkSlots], finished[kWorkSlots], work_empty[kWorkSlots];
   uint64_t moved[kMoveBuffers];
+  uint64_t ticket_full[kWorkSlots], ticket_empty[kWorkSlots];
 };
 // Careful: the host's size, an upper bound: Index, and so TaskList and Work, is wider there.
 constexpr int kSharedBytes = sizeof(Shared) + 1024;
@@ -65,29 +85,78 @@ struct Cursor {
 
 // ---- warp 0: the copy engine ----
 
-__device__ void Copy(const Maps& maps, Shared& s) {
+// Steps [begin, end) of a product, whose operands are the same matrices throughout. All that one step does not
+// change is worked out before: one thread has about a thousand cycles for a step.
+template <Common common>
+__device__ __forceinline__ void CopySteps(const Maps& maps, Shared& s, Cursor<kStages>& stage, const Gemm& g,
+                                          bool a_along_k, bool b_along_k, int begin, int end, int rank) {
+  constexpr bool kOfBoth[2] = {common == Common::kA, common == Common::kB};
+  constexpr int kBoxesA = kOfBoth[0] ? 1 : 2, kBoxes = kBoxesA + (kOfBoth[1] ? 2 : 4);
+  if (begin >= end) return;
+  const CUtensorMap* map[kBoxes];
+  int x[kBoxes], y[kBoxes], z[kBoxes], place[kBoxes];
+#pragma unroll
+  for (int i = 0; i < kBoxes; ++i) {
+    const bool is_a = i < kBoxesA, along_k = is_a ? a_along_k : b_along_k;
+    const int index = is_a ? i + kOfBoth[0] * rank : i - kBoxesA + kOfBoth[1] * 2 * rank;  // this CTA's part
+    const Box box = is_a ? BoxOf(g, g.a, false, index, begin, kStep) : BoxOf(g, g.b, g.halves, index, begin, kStep);
+    map[i] = &maps.at[box.matrix];
+    x[i] = along_k ? box.k : box.mn;
+    y[i] = along_k ? box.mn : box.k;
+    z[i] = box.z;
+    place[i] = (is_a ? index : 2 + index) * kBoxBytes;
+  }
+  const int x_step[2] = {a_along_k ? kStep : 0, b_along_k ? kStep : 0};
+  for (int at = begin; at < end; ++at, stage.Next()) {
+    ptx::BarrierWait(ptx::Shared(&s.empty[stage.at]), stage.parity ^ 1);
+    const uint32_t full = ptx::Shared(&s.full[stage.at]), to = ptx::Shared(s.stages[stage.at]);
+    ptx::BarrierArriveExpect(full, kStageBytes);
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      const int operand = i < kBoxesA ? 0 : 1;
+      if (kOfBoth[operand]) ptx::CopyTensorToBoth(to + place[i], map[i], full, x[i], y[i], z[i]);
+      else ptx::CopyTensor(to + place[i], map[i], full, x[i], y[i], z[i]);
+      x[i] += x_step[operand];
+      y[i] += kStep - x_step[operand];
+    }
+  }
+}
+
+__device__ void Copy(const Maps& maps, Shared& s, int rank) {
   Cursor<kStages> stage;
+  bool apart = false;     // the task before had nothing in common with the other CTA's
+  uint32_t parities = 0;  // of other_done
   for (Cursor<kWorkSlots> slot;; slot.Next()) {
     ptx::BarrierWait(ptx::Shared(&s.work_full[slot.at]), slot.parity);
-    const Op op = RoutedOp(s.work[slot.at].task.op);
-    const Gemm g = s.work[slot.at].gemm;
+    const PairWork& w = s.work[slot.at];
+    const Op op = RoutedOp(w.task.op);
+    const Gemm g = w.gemm;
+    const Common common = w.common;
+    const int steps = w.steps;
+    const bool last = w.last;
     ptx::BarrierArrive(ptx::Shared(&s.work_empty[slot.at]));
-    if (op == Op::kNone) return;
-    const bool gradient = op == Op::kGradGateUp || op == Op::kGradDown;
+    if (last) return;
+    if (apart) {  // nothing has told yet that the other CTA's stages are free
+      const int before = (slot.at + kWorkSlots - 1) % kWorkSlots;
+      ptx::BarrierWait(ptx::Shared(&s.other_done[before]), parities >> before & 1);
+      parities ^= 1u << before;
+    }
+    apart = common == Common::kNothing;
+    const bool a_along_k = op != Op::kGradGateUp && op != Op::kGradDown;
     const bool b_along_k = op == Op::kDgradDown || op == Op::kDgradGateUp;
     // Orders the copies after the ordinary stores that the ticket warp has waited for.
     ptx::FenceProxyAsync();
-    for (int at = 0; at < g.steps; ++at, stage.Next()) {
-      ptx::BarrierWait(ptx::Shared(&s.empty[stage.at]), stage.parity ^ 1);
-      const uint32_t full = ptx::Shared(&s.full[stage.at]), to = ptx::Shared(s.stages[stage.at]);
-      ptx::BarrierArriveExpect(full, kStageBytes);
-#pragma unroll
-      for (int i = 0; i < 6; ++i) {
-        const Box box = i < 2 ? BoxOf(g, g.a, false, i, at, kStep) : BoxOf(g, g.b, g.halves, i - 2, at, kStep);
-        const bool along_k = i < 2 ? !gradient : b_along_k;
-        ptx::CopyTensor(to + i * kBoxBytes, &maps.at[box.matrix], full, along_k ? box.k : box.mn,
-                        along_k ? box.mn : box.k, box.z);
+    for (const bool second : {false, true}) {
+      const int split = Min(g.split, g.steps), begin = second ? split : 0, end = second ? g.steps : split;
+      switch (common) {
+        case Common::kA: CopySteps<Common::kA>(maps, s, stage, g, a_along_k, b_along_k, begin, end, rank); break;
+        case Common::kB: CopySteps<Common::kB>(maps, s, stage, g, a_along_k, b_along_k, begin, end, rank); break;
+        default: CopySteps<Common::kNothing>(maps, s, stage, g, a_along_k, b_along_k, begin, end, rank);
       }
+    }
+    for (int at = g.steps; at < steps; ++at, stage.Next()) {  // the other CTA's
+      ptx::BarrierWait(ptx::Shared(&s.empty[stage.at]), stage.parity ^ 1);
+      ptx::BarrierArrive(ptx::Shared(&s.full[stage.at]));
     }
   }
 }
@@ -107,32 +176,82 @@ __device__ void Prefetch(const Params& p, const Work& w, int lane) {
   }
 }
 
-__device__ void HandOut(const Params& p, const Launch& launch, Shared& s, int lane) {
+__device__ bool Same(const Operand& a, const Operand& b) {
+  return a.first == b.first && a.mn == b.mn && a.k == b.k && a.z == b.z;
+}
+
+__device__ Common CommonOf(const Work& one, const Work& other) {
+  const Gemm &g = one.gemm, &h = other.gemm;
+  if (one.task.op != other.task.op || g.steps != h.steps || g.steps == 0) return Common::kNothing;
+  return Same(g.b, h.b) ? Common::kB : Same(g.a, h.a) ? Common::kA : Common::kNothing;
+}
+
+// The cluster's next ticket: its first CTA takes them, one ahead, which hides the atomic's way, and tells the
+// second one.
+class Tickets {
+ public:
+  __device__ Tickets(const Params& p, Shared& s, int rank, int lane) : p_(p), s_(s), rank_(rank), lane_(lane) {
+    if (rank == 0) ahead_ = TakeTicket(p, kComputeTicket, lane);
+  }
+
+  __device__ int Next() {
+    const uint32_t full = ptx::Shared(&s_.ticket_full[at_.at]), empty = ptx::Shared(&s_.ticket_empty[at_.at]);
+    int32_t* mail = &s_.tickets[at_.at];
+    int ticket;
+    if (rank_ == 0) {
+      ticket = __shfl_sync(~0u, ahead_, 0);
+      ahead_ = TakeTicket(p_, kComputeTicket, lane_);
+      ptx::BarrierWait(empty, at_.parity ^ 1);
+      if (lane_ == 0) ptx::StoreMapped(ptx::MapShared(ptx::Shared(mail), 1), ticket, ptx::MapShared(full, 1));
+    } else {
+      ptx::BarrierWaitCluster(full, at_.parity);
+      ticket = *static_cast<volatile int32_t*>(mail);
+      __syncwarp();
+      if (lane_ == 0) {
+        ptx::BarrierArriveExpect(full, sizeof(int32_t));
+        ptx::BarrierArriveMapped(ptx::MapShared(empty, 0));
+      }
+    }
+    at_.Next();
+    return ticket;
+  }
+
+ private:
+  const Params& p_;
+  Shared& s_;
+  const int rank_, lane_;
+  int ahead_ = 0;
+  Cursor<kWorkSlots> at_;
+};
+
+__device__ void HandOut(const Params& p, const Launch& launch, Shared& s, int rank, int lane) {
   const Tiles tiles = TilesOf(Path::kHopper);
   const TaskList& list = s.list;
   const int tasks = list.NumCompute();
-  int ahead = TakeTicket(p, kComputeTicket, lane);  // one ticket ahead, which hides the atomic's way
+  Tickets tickets(p, s, rank, lane);
+  bool fine = true;
   for (Cursor<kWorkSlots> slot;; slot.Next()) {
-    Task task;
-    int ticket;
-    do {
-      ticket = __shfl_sync(~0u, ahead, 0);
-      ahead = TakeTicket(p, kComputeTicket, lane);
-      task = ticket < tasks ? list.Compute(ticket) : Task{};
-    } while (ticket < tasks && task.op == Op::kNone);
-    if (!WaitForCounters(p, launch, task, lane)) task = Task{};
+    const int first = 2 * tickets.Next(), index = first + (rank ^ (lane & 1));
+    // Even lanes decode this CTA's task, odd lanes the other one's.
+    const Task task = index < tasks ? list.Compute(index) : Task{};
+    if (lane == 0) s.waited = task;
+    __syncwarp();
+    // After a wait that failed the rest goes on without waiting: the other CTA may count on this one.
+    fine = fine && WaitForCounters(p, launch, s.waited, lane);
     ptx::BarrierWait(ptx::Shared(&s.work_empty[slot.at]), slot.parity ^ 1);
+    PairWork& w = s.work[slot.at];
+    if (lane < 2) Describe(p, list, s.row_counts, tiles, task, kStep, lane == 0 ? static_cast<Work*>(&w) : &s.other);
+    __syncwarp();
     if (lane == 0) {
-      if (task.op == Op::kNone) {
-        s.work[slot.at].task.op = Op::kNone;
-      } else {
-        Describe(p, list, s.row_counts, tiles, task, kStep, &s.work[slot.at]);
-      }
+      w.common = CommonOf(w, s.other);
+      w.steps = Max(w.gemm.steps, s.other.gemm.steps);
+      w.last = first >= tasks;
       ptx::BarrierArrive(ptx::Shared(&s.work_full[slot.at]));
     }
     __syncwarp();
-    if (task.op == Op::kNone) return;
-    if (RoutedOp(task.op) == Op::kDgradDown) Prefetch(p, s.work[slot.at], lane);
+    if (first >= tasks) return;
+    if (RoutedOp(s.waited.op) == Op::kDgradDown) Prefetch(p, w, lane);
+    __syncwarp();
   }
 }
 
@@ -254,24 +373,28 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
 __device__ void SignalFinished(const Params& p, Shared& s) {
   for (Cursor<kWorkSlots> slot;; slot.Next()) {
     ptx::BarrierWait(ptx::Shared(&s.work_full[slot.at]), slot.parity);
-    const Task& task = s.work[slot.at].task;
-    if (task.op == Op::kNone) return;
+    if (s.work[slot.at].last) return;
     ptx::BarrierWait(ptx::Shared(&s.finished[slot.at]), slot.parity);
-    Signal(p, task);
+    Signal(p, s.work[slot.at].task);
     ptx::BarrierArrive(ptx::Shared(&s.work_empty[slot.at]));
   }
 }
 
 // ---- warps 4 to 11: products ----
 
+// One lane for each CTA that the stage came from. empties: Shared::empty there, mapped.
+__device__ __forceinline__ void Release(uint32_t empties, int stage, int lane) {
+  if (lane < 2) ptx::BarrierArriveMapped(empties + stage * sizeof(uint64_t));
+}
+
 // begun: the sums hold something.
 template <ptx::Major a_major, ptx::Major b_major, bool begun>
-__device__ __forceinline__ void Multiply(Shared& s, Cursor<kStages>& stage, int steps, int group, int lane,
-                                         float (&sum)[kSums]) {
+__device__ __forceinline__ void Multiply(Shared& s, Cursor<kStages>& stage, int steps, int group, uint32_t empties,
+                                         int lane, float (&sum)[kSums]) {
   // 16 elements of the contraction further, in units of a descriptor's address.
   constexpr int kA = (a_major == ptx::Major::kK ? 32 : 16 * 128) >> 4;
   constexpr int kB = (b_major == ptx::Major::kK ? 32 : 16 * 128) >> 4;
-  uint32_t before = 0;
+  int before = 0;
   ptx::Hold(sum);
   for (int at = 0; at < steps; ++at, stage.Next()) {
     ptx::BarrierWait(ptx::Shared(&s.full[stage.at]), stage.parity);
@@ -286,16 +409,24 @@ __device__ __forceinline__ void Multiply(Shared& s, Cursor<kStages>& stage, int 
     ptx::WgmmaCommit();
     if (at > 0) {
       ptx::WgmmaWait<1>();  // the step before has read its stage
-      if (lane == 0) ptx::BarrierArrive(before);
+      Release(empties, before, lane);
     }
-    before = ptx::Shared(&s.empty[stage.at]);
+    before = stage.at;
   }
   ptx::WgmmaWait<0>();
   ptx::Hold(sum);
-  if (steps > 0 && lane == 0) ptx::BarrierArrive(before);
+  if (steps > 0) Release(empties, before, lane);
 }
 
-__device__ void Calculate(const Params& p, Shared& s, int warp, int lane) {
+// Steps without a product: those of the other CTA, or of rows that do not exist.
+__device__ __forceinline__ void Skip(Shared& s, Cursor<kStages>& stage, int steps, uint32_t empties, int lane) {
+  for (int at = 0; at < steps; ++at, stage.Next()) {
+    ptx::BarrierWait(ptx::Shared(&s.full[stage.at]), stage.parity);
+    Release(empties, stage.at, lane);
+  }
+}
+
+__device__ void Calculate(const Params& p, Shared& s, int rank, int warp, int lane) {
   using ptx::Major;
   const int group = warp / 4;
   const Stages<BFloat16, true> stages(p, warp, lane);
@@ -303,39 +434,52 @@ __device__ void Calculate(const Params& p, Shared& s, int warp, int lane) {
   float sum[kSums];
   for (Cursor<kWorkSlots> slot;; slot.Next()) {
     ptx::BarrierWait(ptx::Shared(&s.work_full[slot.at]), slot.parity);
-    const Work& w = s.work[slot.at];
+    const PairWork& w = s.work[slot.at];
+    if (w.last) return;
     const Op op = RoutedOp(w.task.op);
-    if (op == Op::kNone) return;
-    const int steps = w.gemm.steps;
-    if (op == Op::kGateUp || op == Op::kDown) {
-      Multiply<Major::kK, Major::kMn, false>(s, stage, steps, group, lane, sum);
-    } else if (op == Op::kDgradDown || op == Op::kDgradGateUp) {
-      Multiply<Major::kK, Major::kK, false>(s, stage, steps, group, lane, sum);
-    } else {
-      stages.Begin(w, sum);
-      Multiply<Major::kMn, Major::kMn, true>(s, stage, steps, group, lane, sum);
+    const bool apart = w.common == Common::kNothing;
+    const uint32_t empties = ptx::MapShared(ptx::Shared(s.empty), apart ? rank : lane & 1);
+    const bool by_rows = op != Op::kGradGateUp && op != Op::kGradDown;
+    // Nothing to multiply: neither a task nor, of a block's last rows, one for this warpgroup.
+    const int steps = by_rows && 64 * group >= w.count ? 0 : w.gemm.steps;
+    if (steps > 0 || !by_rows) {
+      if (op == Op::kGateUp || op == Op::kDown) {
+        Multiply<Major::kK, Major::kMn, false>(s, stage, steps, group, empties, lane, sum);
+      } else if (op == Op::kDgradDown || op == Op::kDgradGateUp) {
+        Multiply<Major::kK, Major::kK, false>(s, stage, steps, group, empties, lane, sum);
+      } else {
+        stages.Begin(w, sum);
+        Multiply<Major::kMn, Major::kMn, true>(s, stage, steps, group, empties, lane, sum);
+      }
     }
+    Skip(s, stage, w.steps - steps, empties, lane);
+    if (apart && lane == 0) ptx::BarrierArriveMapped(ptx::MapShared(ptx::Shared(&s.other_done[slot.at]), rank ^ 1));
     stages.End(w, sum);
     __syncwarp();
     if (lane == 0) ptx::BarrierArrive(ptx::Shared(&s.finished[slot.at]));
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     HopperKernel(const __grid_constant__ Params p, const __grid_constant__ PeerTable peers,
                  const __grid_constant__ Maps maps, const __grid_constant__ Launch launch) {
   extern __shared__ uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = static_cast<int>(ptx::ClusterRank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       ptx::BarrierInit(ptx::Shared(&s.full[i]), 1);
-      ptx::BarrierInit(ptx::Shared(&s.empty[i]), kMathWarps);
+      ptx::BarrierInit(ptx::Shared(&s.empty[i]), 2 * kMathWarps);
     }
+
     for (int i = 0; i < kWorkSlots; ++i) {
       ptx::BarrierInit(ptx::Shared(&s.work_full[i]), 1);
       ptx::BarrierInit(ptx::Shared(&s.finished[i]), kMathWarps);
       ptx::BarrierInit(ptx::Shared(&s.work_empty[i]), 2);
+      ptx::BarrierInit(ptx::Shared(&s.other_done[i]), kMathWarps);
+      ptx::BarrierInit(ptx::Shared(&s.ticket_full[i]), 1);
+      ptx::BarrierInit(ptx::Shared(&s.ticket_empty[i]), 1);
+      ptx::BarrierArriveExpect(ptx::Shared(&s.ticket_full[i]), sizeof(int32_t));
     }
     for (auto& barrier : s.moved) ptx::BarrierInit(ptx::Shared(&barrier), 1);
     ptx::BarrierInitFence();
@@ -354,12 +498,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     new (&s.list) TaskList(p.dims, TilesOf(Path::kHopper), p.pass, cached ? s.row_offset : p.schedule.row_offset);
   }
   __syncthreads();
+  ptx::ClusterSync();  // the barriers are there before the other CTA arrives at them
   if (warp < 4) {
     ptx::GiveRegisters<kOtherRegisters>();
     if (warp == 0) {
-      if (lane == 0) Copy(maps, s);
+      if (lane == 0) Copy(maps, s, rank);
     } else if (warp == 1) {
-      HandOut(p, launch, s, lane);
+      HandOut(p, launch, s, rank, lane);
     } else if (warp == 2) {
       MoveRows(p, peers, launch, s, lane);
     } else {
@@ -367,8 +512,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     ptx::TakeRegisters<kMathRegisters>();
-    Calculate(p, s, warp - 4, lane);
+    Calculate(p, s, rank, warp - 4, lane);
   }
+  ptx::ClusterSync();  // until then the other CTA may arrive here
 }
 
 }  // namespace
@@ -389,7 +535,8 @@ const char* LoadHopperKernel() {
 
 const char* LaunchHopperKernel(const Params& params, const PeerTable& peers, const Maps& maps, const Launch& launch,
                                cudaStream_t stream) {
-  HopperKernel<<<launch.sms, kThreads, kSharedBytes, stream>>>(params, peers, maps, launch);
+  if (launch.sms < 2) return "the Hopper kernel needs two multiprocessors; use MoKConfig(portable=True)";
+  HopperKernel<<<launch.sms / 2 * 2, kThreads, kSharedBytes, stream>>>(params, peers, maps, launch);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
