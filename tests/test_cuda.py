@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import cases
 import jax
@@ -254,6 +255,40 @@ def test_a_wait_in_vain_is_reported_once_by_the_next_call(dtype, portable):
     )
     assert re.search(pattern, str(caught.value)), caught.value
     assert_same_bits(run(case, "cuda", config=config), good)
+
+
+def test_every_call_that_waits_in_vain_is_reported():
+    case = make_case("bf16", tokens=200, experts=6, top_k=3, **SIZES)
+    config = MoKConfig(minibatch=128)
+    stuck = dataclasses.replace(config, timeout=0.5, stuck_counter=first_block_of_h(case, config))
+    # The second is on the stream before the first gives up.
+    twice = jax.jit(lambda case: [cases.call(c, "cuda", config=stuck) for c in (case, case._replace(x=-case.x))])
+    assert all(np.isnan(y.astype(np.float32)).all() for y in jax.device_get(twice(case)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="are NaN, as are those of 1 before it for the same reason"):
+        run(case, "cuda", config=config)
+    run(case, "cuda", config=config)
+
+
+def test_a_call_of_many_ranks_that_wait_in_vain_is_reported_once():
+    case = make_case("bf16", tokens=200, experts=6, top_k=3, **SIZES)
+    config = MoKConfig(minibatch=128, virtual_ranks=2)
+    good = jax.jit(lambda case: cases.call(case, "cuda", config=config))
+    jax.block_until_ready(good(case))
+    stuck = dataclasses.replace(config, timeout=0.5, stuck_counter=first_block_of_h(case, config))
+    jax.jit(lambda case: cases.call(case, "cuda", config=stuck))(case)
+    errors, later = [], []
+    for _ in range(16):  # while one rank after the other gives up
+        time.sleep(0.1)
+        try:
+            later.append(good(case))
+        except jax.errors.JaxRuntimeError as error:
+            errors.append(error)
+    for y in later:
+        try:
+            jax.block_until_ready(y)
+        except jax.errors.JaxRuntimeError as error:
+            errors.append(error)
+    assert len(errors) == 1 and "in vain" in str(errors[0]), errors
 
 
 def test_every_gradient_of_a_backward_pass_that_waits_in_vain_is_nan():

@@ -44,11 +44,13 @@ std::string Enqueue(const std::vector<Params>& ranks, void* workspace, int64_t w
   const bool forward = ranks[0].pass.direction == Direction::kForward;
   PeerTable peers{};
   IdTable ids{};
-  AbortTable aborts{};
+  Outcome outcome{};
+  outcome.timeout_ns = options.launch.timeout_ns;
+  outcome.reports = options.reports;
   for (const Params& p : ranks) {
     peers.at[p.rank] = {p.x, p.d_y, p.router_weights, p.ring.returned, p.ring.returned_d_weights};
     ids.at[p.rank] = p.ids;
-    aborts.at[aborts.count++] = p.ring.control + kAbortFlag;
+    outcome.control[outcome.ranks++] = p.ring.control;
   }
   const char* error = nullptr;
   const char* doing = "";
@@ -73,9 +75,12 @@ std::string Enqueue(const std::vector<Params>& ranks, void* workspace, int64_t w
     });
     phase("clearing the context", [&](const Params& p) { return LaunchClearContext(p, stream); });
   }
-  phase("the megakernel",
-        [&](const Params& p) { return LaunchMegakernel(options.path, p, peers, options.launch, stream); });
-  phase("the epilogue", [&](const Params& p) { return LaunchEpilogue(p, aborts, stream); });
+  phase("the megakernel", [&](const Params& p) {
+    Launch launch = options.launch;
+    launch.status = reinterpret_cast<Status*>(p.ring.control + kStatus);
+    return LaunchMegakernel(options.path, p, peers, launch, stream);
+  });
+  phase("the epilogue", [&](const Params& p) { return LaunchEpilogue(p, outcome, stream); });
   return error == nullptr ? "" : std::string("mok_jax cuda: ") + doing + ": " + error;
 }
 

@@ -27,7 +27,8 @@ constexpr int64_t kComputeUnits = 132;
 
 // What a device needs before its first launch; kept for the process's life.
 struct Device {
-  Status* status = nullptr;
+  Reports* reports = nullptr;
+  uint32_t seen = 0;  // the number of the last report that was passed on
   int sms = 0;
   int capability = 0;  // 90 for 9.0
   std::string error;   // why it cannot be used
@@ -45,12 +46,12 @@ Device Open(int ordinal) {
        {cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, ordinal),
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal),
         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal),
-        cudaHostAlloc(&memory, sizeof(Status), cudaHostAllocMapped | cudaHostAllocPortable)}) {
+        cudaHostAlloc(&memory, sizeof(Reports), cudaHostAllocMapped | cudaHostAllocPortable)}) {
     if (device.error.empty()) device.error = Text("opening the device", error);
   }
   if (!device.error.empty()) return device;
   // One address space: the device sees the same pointer.
-  device.status = new (memory) Status{};
+  device.reports = new (memory) Reports{};
   device.capability = 10 * major + minor;
   device.error = LoadKernels(device.capability);
   return device;
@@ -84,21 +85,31 @@ class Current {
   cudaError_t error_;
 };
 
-// What an earlier call on this device left behind, once. Waits for nothing: a call that is still running has
+// What earlier calls on this device left behind, each once. Waits for nothing: a call that is still running has
 // its turn later.
 std::string TakeReport(Device& device) {
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (__atomic_load_n(&device.status->code, __ATOMIC_ACQUIRE) == 0) return "";
-  const Status s = *device.status;
-  device.status->code = 0;
-  __atomic_store_n(&device.status->claim, 0u, __ATOMIC_RELEASE);  // last: the device may report again
+  const uint32_t before = device.seen;
+  Report report{};
+  for (;;) {
+    const Report& next = device.reports->at[(device.seen + 1) % kReports];
+    const uint32_t number = __atomic_load_n(&next.number, __ATOMIC_ACQUIRE);
+    if (number <= device.seen) break;
+    report = next;
+    device.seen = number;
+  }
+  const uint32_t calls = device.seen - before;
+  if (calls == 0) return "";
+  const Status& s = report.status;
   const bool known = s.op >= 0 && s.op <= static_cast<int32_t>(Op::kSharedGradDown);
   return "mok_jax cuda: in an earlier call on this device " +
          std::string(known ? Name(static_cast<Op>(s.op)) : "a task") + " of block " + std::to_string(s.block) +
          " tile " + std::to_string(s.tile) + " on rank " + std::to_string(s.rank) + " waited in vain for counter " +
          std::to_string(s.counter) + ": found " + std::to_string(s.found) + ", expected " + std::to_string(s.expected) +
-         "; that call's results are NaN. This is a fault of mok_jax or of the GPU, or the time limit "
+         "; that call's results are NaN" +
+         (calls > 1 ? ", as are those of " + std::to_string(calls - 1) + " before it for the same reason" : "") +
+         ". This is a fault of mok_jax or of the GPU, or the time limit "
          "(MoKConfig.timeout, MOK_TIMEOUT) is too short for a GPU that is shared";
 }
 
@@ -139,7 +150,7 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
   Options options{};
   options.path = path;
   options.launch.sms = device.sms;
-  options.launch.status = device.status;
+  options.reports = device.reports;
   options.launch.timeout_ns = static_cast<uint64_t>(std::min(call.timeout * 1e9, 9e18));
   options.launch.num_comm_sms = static_cast<int>(call.num_comm_sms);
   options.fill_with_nan = call.random_order >= 0;
