@@ -25,55 +25,59 @@ namespace {
 // shapes do not depend on the machine.
 constexpr int64_t kComputeUnits = 132;
 
-// What a device needs before its first launch; kept for the process's life.
+// What a device needs before its first launch; kept for the process's life once it is complete.
 struct Device {
   Reports* reports = nullptr;
   uint32_t seen = 0;  // the number of the last report that was passed on
   int sms = 0;
   int capability = 0;  // 90 for 9.0
-  std::string error;   // why it cannot be used
 };
 
 std::string Text(const char* doing, cudaError_t error) {
   return error == cudaSuccess ? "" : std::string("mok_jax cuda: ") + doing + ": " + cudaGetErrorString(error);
 }
 
-Device Open(int ordinal) {
-  Device device;
+// Empty, or an error: then nothing is kept.
+std::string Open(int ordinal, Device* device) {
   int major = 0, minor = 0;
-  void* memory = nullptr;
-  for (const cudaError_t error :
-       {cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, ordinal),
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal),
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal),
-        cudaHostAlloc(&memory, sizeof(Reports), cudaHostAllocMapped | cudaHostAllocPortable)}) {
-    if (device.error.empty()) device.error = Text("opening the device", error);
+  for (const cudaError_t error : {cudaDeviceGetAttribute(&device->sms, cudaDevAttrMultiProcessorCount, ordinal),
+                                  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal),
+                                  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal)}) {
+    if (error != cudaSuccess) return Text("asking the device for its size", error);
   }
-  if (!device.error.empty()) return device;
+  device->capability = 10 * major + minor;
+  const std::string error = LoadKernels(device->capability);
+  if (!error.empty()) return "mok_jax cuda: loading the kernels: " + error;
   // One address space: the device sees the same pointer.
-  device.reports = new (memory) Reports{};
-  device.capability = 10 * major + minor;
-  device.error = LoadKernels(device.capability);
-  return device;
+  void* memory = nullptr;
+  const cudaError_t allocated = cudaHostAlloc(&memory, sizeof(Reports), cudaHostAllocMapped | cudaHostAllocPortable);
+  if (allocated == cudaSuccess) device->reports = new (memory) Reports{};
+  return Text("allocating pinned memory", allocated);
 }
 
-// The device of this ordinal, opened by the first call, which is Initialize's.
-Device& DeviceAt(int ordinal) {
+// The device of this ordinal, opened by the first call, which is Initialize's. A device that does not open is
+// not remembered, for what it lacked may come free: the next call tries once more.
+std::string DeviceAt(int ordinal, Device** device) {
   static std::mutex mutex;
   static auto* devices = new std::unordered_map<int, Device>;  // never destroyed: kernels may outlive `main`
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = devices->find(ordinal);
-  return found != devices->end() ? found->second : devices->emplace(ordinal, Open(ordinal)).first->second;
+  *device = &(*devices)[ordinal];
+  if ((*device)->reports != nullptr) return "";
+  const std::string error = Open(ordinal, *device);
+  if (!error.empty()) cudaGetLastError();  // or the next launch on this thread would find it
+  return error;
 }
 
 // Makes a device current on this thread for a while.
 class Current {
  public:
   explicit Current(int ordinal) : error_(cudaGetDevice(&before_)) {
-    if (error_ == cudaSuccess && before_ != ordinal) error_ = cudaSetDevice(ordinal);
+    if (error_ != cudaSuccess || before_ == ordinal) return;
+    error_ = cudaSetDevice(ordinal);
+    changed_ = error_ == cudaSuccess;
   }
   ~Current() {
-    if (error_ == cudaSuccess) cudaSetDevice(before_);
+    if (changed_) cudaSetDevice(before_);
   }
   Current(const Current&) = delete;
   Current& operator=(const Current&) = delete;
@@ -82,6 +86,7 @@ class Current {
 
  private:
   int before_ = 0;
+  bool changed_ = false;
   cudaError_t error_;
 };
 
@@ -119,9 +124,10 @@ ffi::Error Internal(const std::string& message) { return ffi::Error(ffi::ErrorCo
 ffi::Error Initialize(int32_t ordinal) {
   const Current current(ordinal);
   if (!current.error().empty()) return Internal(current.error());
-  Device& device = DeviceAt(ordinal);
-  if (!device.error.empty()) return Internal(device.error);
-  const std::string report = TakeReport(device);
+  Device* device;
+  const std::string error = DeviceAt(ordinal, &device);
+  if (!error.empty()) return Internal(error);
+  const std::string report = TakeReport(*device);
   return report.empty() ? ffi::Error::Success() : Internal(report);
 }
 
@@ -138,24 +144,25 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
   }
   const Current current(ordinal);
   if (!current.error().empty()) return Internal(current.error());
-  Device& device = DeviceAt(ordinal);
-  if (!device.error.empty()) return Internal(device.error);
-  if (path == Path::kHopper && device.capability != 90) {
+  Device* device;
+  std::string error = DeviceAt(ordinal, &device);
+  if (!error.empty()) return Internal(error);
+  if (path == Path::kHopper && device->capability != 90) {
     return Internal("mok_jax cuda: this call was traced for compute capability 9.0, the device has " +
-                    std::to_string(device.capability / 10) + "." + std::to_string(device.capability % 10) +
+                    std::to_string(device->capability / 10) + "." + std::to_string(device->capability % 10) +
                     "; use MoKConfig(portable=True)");
   }
-  const std::string report = TakeReport(device);
+  const std::string report = TakeReport(*device);
   if (!report.empty()) return Internal(report);
   Options options{};
   options.path = path;
-  options.launch.sms = device.sms;
-  options.reports = device.reports;
+  options.launch.sms = device->sms;
+  options.reports = device->reports;
   options.launch.timeout_ns = static_cast<uint64_t>(std::min(call.timeout * 1e9, 9e18));
   options.launch.num_comm_sms = static_cast<int>(call.num_comm_sms);
   options.fill_with_nan = call.random_order >= 0;
   options.stuck_counter = call.stuck_counter;
-  const std::string error = Enqueue(decoded.ranks, decoded.workspace, decoded.workspace_bytes, options, stream);
+  error = Enqueue(decoded.ranks, decoded.workspace, decoded.workspace_bytes, options, stream);
   return error.empty() ? ffi::Error::Success() : Internal(error);
 }
 
