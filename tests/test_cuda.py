@@ -250,8 +250,8 @@ def test_a_wait_in_vain_is_reported_once_by_the_next_call(dtype, portable):
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         run(case, "cuda", config=config)
     pattern = (
-        r"mok_jax cuda: in an earlier call on this device down of block 0 tile \d+ on rank 0 waited in vain for "
-        rf"counter {counter}: found -\d+, expected \d+; that call's results are NaN"
+        r"mok_jax cuda: in an earlier call on this device down of block 0 tile \d+ on rank 0 waited 0\.2 s in vain for "
+        rf"counter {counter}: found -\d+, expected \d+; that call's results are NaN\. .*raise MoKConfig\.timeout"
     )
     assert re.search(pattern, str(caught.value)), caught.value
     assert_same_bits(run(case, "cuda", config=config), good)
@@ -297,7 +297,7 @@ def test_every_gradient_of_a_backward_pass_that_waits_in_vain_is_nan():
     config = dataclasses.replace(config, stuck_counter=first_block_of_h(case, config))
     result = run(case, "cuda", config=config)
     assert [name for name, value in result.items() if not np.isnan(value.astype(np.float32)).all()] == []
-    with pytest.raises(jax.errors.JaxRuntimeError, match="waited in vain"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="in vain"):
         run(case, "cuda", config=MoKConfig(minibatch=128))
     run(case, "cuda", config=MoKConfig(minibatch=128))
 

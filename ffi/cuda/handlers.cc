@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <unordered_map>
 
@@ -90,6 +91,12 @@ class Current {
   cudaError_t error_;
 };
 
+std::string Seconds(uint64_t nanoseconds) {
+  std::ostringstream text;
+  text << nanoseconds * 1e-9;
+  return text.str();
+}
+
 // What earlier calls on this device left behind, each once. Waits for nothing: a call that is still running has
 // its turn later.
 std::string TakeReport(Device& device) {
@@ -110,12 +117,13 @@ std::string TakeReport(Device& device) {
   const bool known = s.op >= 0 && s.op <= static_cast<int32_t>(Op::kSharedGradDown);
   return "mok_jax cuda: in an earlier call on this device " +
          std::string(known ? Name(static_cast<Op>(s.op)) : "a task") + " of block " + std::to_string(s.block) +
-         " tile " + std::to_string(s.tile) + " on rank " + std::to_string(s.rank) + " waited in vain for counter " +
-         std::to_string(s.counter) + ": found " + std::to_string(s.found) + ", expected " + std::to_string(s.expected) +
-         "; that call's results are NaN" +
+         " tile " + std::to_string(s.tile) + " on rank " + std::to_string(s.rank) + " waited " +
+         Seconds(report.timeout_ns) + " s in vain for counter " + std::to_string(s.counter) + ": found " +
+         std::to_string(s.found) + ", expected " + std::to_string(s.expected) + "; that call's results are NaN" +
          (calls > 1 ? ", as are those of " + std::to_string(calls - 1) + " before it for the same reason" : "") +
-         ". This is a fault of mok_jax or of the GPU, or the time limit "
-         "(MoKConfig.timeout, MOK_TIMEOUT) is too short for a GPU that is shared";
+         ". The time runs from when a task of a running kernel begins to wait, whatever was queued before it; raise "
+         "MoKConfig.timeout (or MOK_TIMEOUT) if one tile can take that long, because other processes share the GPU, a "
+         "debugger holds it, or one expert has very many rows. Otherwise this is a fault of mok_jax or of the GPU";
 }
 
 ffi::Error Internal(const std::string& message) { return ffi::Error(ffi::ErrorCode::kInternal, message); }
