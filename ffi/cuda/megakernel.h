@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
 
 #include "../params.h"
 #include "../tasks.h"
@@ -45,8 +46,8 @@ static_assert(kStatus * 4 % alignof(Status) == 0 && kStatus * 4 + sizeof(Status)
 // what went wrong.
 const char* LoadMegakernels(int capability);
 
-// Null, or what went wrong. Neither waits nor allocates.
-const char* LaunchMegakernel(Path path, const Params& params, const PeerTable& peers, const Launch& launch,
+// Empty, or what went wrong. Neither waits nor allocates.
+std::string LaunchMegakernel(Path path, const Params& params, const PeerTable& peers, const Launch& launch,
                              cudaStream_t stream);
 
 }  // namespace mok::cuda
