@@ -106,6 +106,18 @@ def test_a_weight_that_is_not_finite_reaches_its_expert_s_rows_alone(dtype, port
         assert_same_bits({name: bad[name][spared]}, {name: good[name][spared]})
 
 
+@kernels
+@pytest.mark.parametrize("intermediate", [264, 261])
+def test_an_infinite_cotangent_gives_an_infinite_router_gradient(dtype, portable, intermediate):
+    # All is positive, so no sum may be NaN: <dh', h> must leave out the columns that its last tile lacks.
+    case = make_case(dtype, tokens=37, experts=3, top_k=2, **SIZES | dict(intermediate=intermediate))
+    cotangent = jnp.ones_like(case.x).at[5, 7].set(jnp.inf)
+    result = run(jax.tree.map(jnp.abs, case), "cuda", cotangent, config=MoKConfig(portable=portable))
+    d_router_weights = result["d_router_weights"]
+    assert np.isposinf(d_router_weights[5]).all(), d_router_weights[5]
+    assert np.isfinite(np.delete(d_router_weights, 5, axis=0)).all()
+
+
 # ---- the same bits ----
 
 
