@@ -147,7 +147,8 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
   if (!decoded.complaint.empty()) return ffi::Error::InvalidArgument(decoded.complaint);
   const Params& first = decoded.ranks[0];
   if (call.ranks != 1 || call.virtual_ranks > kMaxRanks || call.row_tile != kRowTile ||
-      first.type == ScalarType::kFloat64 || (path == Path::kHopper && first.type != ScalarType::kBFloat16)) {
+      first.dims.capacity + first.dims.macrobatch > kMostRows || first.type == ScalarType::kFloat64 ||
+      (path == Path::kHopper && first.type != ScalarType::kBFloat16)) {
     return ffi::Error::InvalidArgument("mok_jax cuda: sizes that mok_jax/ops.py refuses; reinstall mok_jax");
   }
   const Current current(ordinal);
@@ -179,17 +180,19 @@ ffi::Error ExecuteSchedule(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer 
                            ffi::Result<ffi::AnyBuffer> offset, ffi::Result<ffi::AnyBuffer> count,
                            ffi::Result<ffi::AnyBuffer> scratch, int64_t rank) {
   Dims d{};
+  if (ids.dimensions().size() != 3) return ffi::Error::InvalidArgument("mok_schedule: ids must have 3 axes");
   d.ranks = ids.dimensions()[0];
   d.tokens = ids.dimensions()[1];
   d.top_k = ids.dimensions()[2];
-  d.local_experts = count->dimensions()[0];
+  d.local_experts = count->element_count();
   d.row_tile = kRowTile;
   d.capacity = Capacity(d.ranks, d.Routes(), d.local_experts, d.row_tile);
   const auto has = [](const ffi::AnyBuffer& buffer, int64_t elements) {
-    return static_cast<int64_t>(buffer.element_count()) == elements;
+    return buffer.element_type() == ffi::DataType::S32 && static_cast<int64_t>(buffer.element_count()) == elements;
   };
-  if (d.ranks < 1 || d.ranks > kMaxRanks || rank < 0 || rank >= d.ranks || !has(*source, d.capacity) ||
-      !has(*offset, d.local_experts + 1) || !has(*scratch, ScheduleScratch(d))) {
+  if (d.ranks < 1 || d.ranks > kMaxRanks || rank < 0 || rank >= d.ranks || d.capacity > kMostRows ||
+      !has(ids, d.ranks * d.Routes()) || !has(*source, d.capacity) || !has(*offset, d.local_experts + 1) ||
+      !has(*count, d.local_experts) || !has(*scratch, ScheduleScratch(d))) {
     return ffi::Error::InvalidArgument("mok_schedule: sizes that do not fit each other");
   }
   const Current current(ordinal);
