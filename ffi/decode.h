@@ -1,10 +1,12 @@
 // From the buffers and attributes of an FFI call to one Params a rank, for the host's handlers.cc and
 // cuda/handlers.cc alike; with them the only files that include XLA. Reads no buffer: they may be a GPU's.
+// ops.py sends what passes here; what an older export or another caller sends must not reach foreign memory.
 #ifndef MOK_DECODE_H_
 #define MOK_DECODE_H_
 
 #include <cstdint>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -25,6 +27,8 @@ struct CallAttributes {
   int64_t portable, num_comm_sms, stuck_counter;  // CUDA
   const void* site;                               // unique to this call site of the compiled program
 };
+
+inline constexpr int64_t kMostRows = 0x7fffffff;  // that int32 can count
 
 // Bits of CallAttributes::gradients.
 enum GradientBit { kGateUpBit = 1, kDownBit = 2, kSharedGateUpBit = 4, kSharedDownBit = 8 };
@@ -74,21 +78,26 @@ class Buffers {
   ffi::AnyBuffer Argument() { return *arguments_.get<ffi::AnyBuffer>(argument_++); }
   ffi::AnyBuffer Result() { return **results_.get<ffi::AnyBuffer>(result_++); }
 
-  // The data of the next buffer, which must have this many elements.
-  void* Argument(const char* name, int64_t elements) { return Check(name, Argument(), elements); }
-  void* Result(const char* name, int64_t elements) { return Check(name, Result(), elements); }
+  // The data of the next buffer, which must have this dtype and so many elements.
+  void* Argument(const char* name, ffi::DataType type, int64_t elements) {
+    return Check(name, Argument(), type, elements);
+  }
+  void* Result(const char* name, ffi::DataType type, int64_t elements) { return Check(name, Result(), type, elements); }
 
-  const std::string& complaint() const { return complaint_; }
-
- private:
-  void* Check(const char* name, const ffi::AnyBuffer& buffer, int64_t elements) {
-    if (static_cast<int64_t>(buffer.element_count()) != elements && complaint_.empty()) {
-      complaint_ = std::string("mok_jax: ") + name + " must have " + std::to_string(elements) + " elements, got " +
-                   std::to_string(buffer.element_count());
+  void* Check(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t elements) {
+    if ((buffer.element_type() != type || static_cast<int64_t>(buffer.element_count()) != elements) &&
+        complaint_.empty()) {
+      std::ostringstream text;
+      text << "mok_jax: " << name << " must have " << elements << " elements of " << static_cast<XLA_FFI_DataType>(type)
+           << ", got " << buffer.element_count() << " of " << static_cast<XLA_FFI_DataType>(buffer.element_type());
+      complaint_ = text.str();
     }
     return elements == 0 ? nullptr : buffer.untyped_data();
   }
 
+  const std::string& complaint() const { return complaint_; }
+
+ private:
   ffi::RemainingArgs arguments_;
   ffi::RemainingRets results_;
   size_t argument_ = 0, result_ = 0;
@@ -122,6 +131,52 @@ struct Decoded {
   std::string complaint;
 };
 
+// What the sizes are made of: empty, or the first of these that is out of range.
+inline std::string Complaint(const CallAttributes& call) {
+  const struct {
+    const char* name;
+    int64_t value, factor;
+  } integers[] = {{"ranks", call.ranks, 1},
+                  {"virtual_ranks", call.virtual_ranks, 1},
+                  {"row_tile", call.row_tile, 1},
+                  {"minibatch", call.minibatch, call.row_tile},
+                  {"macrobatch", call.macrobatch, call.minibatch}};
+  for (const auto& [name, value, factor] : integers) {
+    if (value < 1 || value > kMostRows || value % factor != 0) {
+      return std::string("mok_jax: ") + name + " must be a multiple of " + std::to_string(factor) +
+             " in [1, 2**31), got " + std::to_string(value);
+    }
+  }
+  if (!(call.timeout > 0)) return "mok_jax: timeout must be more than 0 s, got " + std::to_string(call.timeout);
+  return "";
+}
+
+// Likewise of a call whose attributes are in range.
+inline std::string Complaint(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& w_gate,
+                             const ffi::AnyBuffer& shared_w_gate, const CallAttributes& call) {
+  const struct {
+    const char* name;
+    const ffi::AnyBuffer& buffer;
+    size_t axes;
+  } buffers[] = {{"x", x, 2}, {"expert_ids", ids, 2}, {"w_gate", w_gate, 3}, {"shared w_gate", shared_w_gate, 2}};
+  for (const auto& [name, buffer, axes] : buffers) {
+    if (buffer.dimensions().size() != axes) {
+      return std::string("mok_jax: ") + name + " must have " + std::to_string(axes) + " axes, got " +
+             std::to_string(buffer.dimensions().size());
+    }
+  }
+  const int64_t tokens = x.dimensions()[0], experts = w_gate.dimensions()[0], routes = ids.element_count();
+  if (tokens % call.virtual_ranks != 0 || experts % call.virtual_ranks != 0) {
+    return "mok_jax: tokens and experts must be multiples of virtual_ranks=" + std::to_string(call.virtual_ranks) +
+           ", got " + std::to_string(tokens) + " and " + std::to_string(experts);
+  }
+  if (routes > kMostRows / call.ranks) {
+    return "mok_jax: ranks * routes must be less than 2**31, got " + std::to_string(call.ranks) + " * " +
+           std::to_string(routes);
+  }
+  return "";
+}
+
 // tiles: the target's.
 inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::RemainingArgs arguments,
                       ffi::RemainingRets results, const Tiles& tiles) {
@@ -131,15 +186,21 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
     decoded.complaint = "mok_jax: this module and mok_jax/ops.py are of different versions; reinstall mok_jax";
     return decoded;
   }
+  decoded.complaint = Complaint(call);
+  if (!decoded.complaint.empty()) return decoded;
   Buffers buffers(arguments, results);
-  decoded.place = static_cast<const int32_t*>(buffers.Argument("place", 2));
-  const void* d_y = backward ? buffers.Argument().untyped_data() : nullptr;
+  decoded.place = static_cast<const int32_t*>(buffers.Argument("place", ffi::DataType::S32, 2));
+  const std::optional<ffi::AnyBuffer> d_y = backward ? std::optional(buffers.Argument()) : std::nullopt;
   const ffi::AnyBuffer x = buffers.Argument(), ids = buffers.Argument(), router_weights = buffers.Argument();
   ffi::AnyBuffer weights[6] = {buffers.Argument(), buffers.Argument(), buffers.Argument(),
                                buffers.Argument(), buffers.Argument(), buffers.Argument()};
   const std::optional<ScalarType> type = TypeOf(x);
   if (!type) return decoded.complaint = "mok_jax: x must be float32, float64 or bfloat16", decoded;
-  const int64_t s = Bytes(*type), w = *type == ScalarType::kFloat64 ? 8 : 4, copies = call.virtual_ranks;
+  decoded.complaint = Complaint(x, ids, weights[0], weights[3], call);
+  if (!decoded.complaint.empty()) return decoded;
+  const ffi::DataType storage = x.element_type(), index = ffi::DataType::S32;
+  const ffi::DataType wide = storage == ffi::DataType::F64 ? storage : ffi::DataType::F32;
+  const int64_t s = Bytes(*type), w = storage == ffi::DataType::F64 ? 8 : 4, copies = call.virtual_ranks;
 
   Dims d{};
   d.tokens = x.dimensions()[0] / copies;
@@ -153,6 +214,10 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   d.minibatch = call.minibatch;
   d.macrobatch = call.macrobatch;
   d.capacity = Capacity(d.ranks, d.Routes(), d.local_experts, d.row_tile);
+  if (d.capacity > kMostRows) {
+    decoded.complaint = "mok_jax: padded rows must be less than 2**31, got " + std::to_string(d.capacity);
+    return decoded;
+  }
 
   Pass pass{};
   pass.direction = direction;
@@ -167,36 +232,49 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   const int64_t kept = pass.context ? copies * d.macrobatch : 0, kept_tokens = pass.context ? copies * d.tokens : 0;
   const int64_t kept_x = d.Exchanges() ? kept * d.hidden : 0;
 
+  if (d_y) buffers.Check("d_y", *d_y, storage, copies * d.tokens * d.hidden);
+  buffers.Check("x", x, storage, copies * d.tokens * d.hidden);
+  buffers.Check("expert_ids", ids, index, copies * d.Routes());
+  buffers.Check("router_weights", router_weights, wide, copies * d.Routes());
+  static constexpr const char* kWeights[6] = {"w_gate",        "w_up",        "w_down",
+                                              "shared w_gate", "shared w_up", "shared w_down"};
+  for (int i = 0; i < 6; ++i) {
+    buffers.Check(kWeights[i], weights[i], storage, i < 3 ? copies * expert_elements : shared_elements);
+  }
+
   Schedule schedule{};
   Context context{};
   void *y = nullptr, *d_x = nullptr, *d_router_weights = nullptr;
   Gradient gradients[6] = {};
-  const auto take = [&](const char* name, int64_t elements) {
-    return backward ? buffers.Argument(name, elements) : buffers.Result(name, elements);
+  const auto take = [&](const char* name, ffi::DataType of, int64_t elements) {
+    return backward ? buffers.Argument(name, of, elements) : buffers.Result(name, of, elements);
   };
-  if (!backward) y = buffers.Result("y", copies * d.tokens * d.hidden);
-  schedule.row_source = static_cast<int32_t*>(take("row_source", copies * d.capacity));
-  schedule.row_offset = static_cast<int32_t*>(take("row_offset", copies * (d.local_experts + 1)));
-  schedule.row_count = static_cast<int32_t*>(take("row_count", copies * d.local_experts));
-  context.x = take("context x", kept_x);
-  context.gate = take("context gate", kept * d.intermediate);
-  context.up = take("context up", kept * d.intermediate);
-  context.shared_gate = take("context shared gate", kept_tokens * d.shared_intermediate);
-  context.shared_up = take("context shared up", kept_tokens * d.shared_intermediate);
+  if (!backward) y = buffers.Result("y", storage, copies * d.tokens * d.hidden);
+  schedule.row_source = static_cast<int32_t*>(take("row_source", index, copies * d.capacity));
+  schedule.row_offset = static_cast<int32_t*>(take("row_offset", index, copies * (d.local_experts + 1)));
+  schedule.row_count = static_cast<int32_t*>(take("row_count", index, copies * d.local_experts));
+  context.x = take("context x", storage, kept_x);
+  context.gate = take("context gate", storage, kept * d.intermediate);
+  context.up = take("context up", storage, kept * d.intermediate);
+  context.shared_gate = take("context shared gate", storage, kept_tokens * d.shared_intermediate);
+  context.shared_up = take("context shared up", storage, kept_tokens * d.shared_intermediate);
   if (backward) {
-    d_x = buffers.Result("d_x", copies * d.tokens * d.hidden);
-    d_router_weights = buffers.Result("d_router_weights", copies * d.Routes());
+    d_x = buffers.Result("d_x", storage, copies * d.tokens * d.hidden);
+    d_router_weights = buffers.Result("d_router_weights", wide, copies * d.Routes());
     const bool wanted[6] = {pass.gate_up_gradient,        pass.gate_up_gradient,        pass.down_gradient,
                             pass.shared_gate_up_gradient, pass.shared_gate_up_gradient, pass.shared_down_gradient};
     for (int i = 0; i < 6; ++i) {
       const ffi::AnyBuffer result = buffers.Result();
-      gradients[i] = {wanted[i] ? result.untyped_data() : nullptr, TypeOf(result).value_or(ScalarType::kFloat32)};
+      const ffi::DataType of = result.element_type() == wide ? wide : storage;
+      const int64_t elements = wanted[i] ? copies * (i < 3 ? expert_elements : shared_elements) : 0;
+      void* values = buffers.Check((std::string("d_") + kWeights[i]).c_str(), result, of, elements);
+      gradients[i] = {values, TypeOf(result).value_or(*type)};
     }
   }
   Ring measured;
   const int64_t ring_bytes = LayOutRing(d, pass, tiles, s, w, nullptr, &measured);
   decoded.workspace_bytes = copies * ring_bytes;
-  decoded.workspace = static_cast<char*>(buffers.Result("workspace", decoded.workspace_bytes));
+  decoded.workspace = static_cast<char*>(buffers.Result("workspace", ffi::DataType::U8, decoded.workspace_bytes));
   decoded.complaint = buffers.complaint();
   if (!decoded.complaint.empty()) return decoded;
 
@@ -211,7 +289,7 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
     p.ids = static_cast<const int32_t*>(At(ids.untyped_data(), v * d.Routes(), 4));
     p.x = At(x.untyped_data(), v * d.tokens * d.hidden, s);
     p.router_weights = At(router_weights.untyped_data(), v * d.Routes(), w);
-    p.d_y = At(d_y, v * d.tokens * d.hidden, s);
+    p.d_y = d_y ? At(d_y->untyped_data(), v * d.tokens * d.hidden, s) : nullptr;
     const auto operand = [&](int i) {
       const bool routed = i < 3, down = i % 3 == 2;
       const int64_t width = routed ? d.intermediate : d.shared_intermediate;

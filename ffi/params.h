@@ -96,7 +96,7 @@ struct Context {
   void* shared_up;    // S [T, I_s]
 };
 
-inline constexpr int64_t kControlWords = 16;
+inline constexpr int64_t kControlWords = 32;
 
 // Scratch, at offsets of workspace.h. A row r of macrobatch m lies at ring row r - m * macrobatch.
 struct Ring {

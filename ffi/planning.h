@@ -6,9 +6,11 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "decode.h"
 #include "params.h"
+#include "tasks.h"
 #include "workspace.h"
 
 namespace mok {
@@ -35,6 +37,12 @@ inline Pass MakePass(bool backward, bool context, int64_t gradients) {
           (gradients & kSharedDownBit) != 0};
 }
 
+// The most compute tasks that any pass over these sizes can have, if all rows are there and nothing is kept.
+inline int64_t MostTasks(const Plan& p) {
+  const std::vector<int32_t> row_offset(p.local_experts + 1, static_cast<int32_t>(p.capacity));
+  return TaskList(p, p.tiles, {Direction::kBackward, false, true, true, true, true}, row_offset.data()).NumCompute();
+}
+
 inline py::capsule Capsule(void* handler) { return py::capsule(handler, "xla._CUSTOM_CALL_TARGET"); }
 
 inline void DefinePlanning(py::module_& module, const Target& target) {
@@ -55,7 +63,8 @@ inline void DefinePlanning(py::module_& module, const Target& target) {
       .def_readonly("row_tile", &Plan::row_tile)
       .def_readonly("minibatch", &Plan::minibatch)
       .def_readonly("macrobatch", &Plan::macrobatch)
-      .def_readonly("capacity", &Plan::capacity);
+      .def_readonly("capacity", &Plan::capacity)
+      .def_property_readonly("most_tasks", &MostTasks);
   py::class_<Pass>(module, "Pass", py::module_local())
       .def(py::init(&MakePass), py::kw_only(), py::arg("backward"), py::arg("context"), py::arg("gradients"));
   module.def(

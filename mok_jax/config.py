@@ -36,8 +36,9 @@ class MoKConfig:
       num_comm_sms: the most multiprocessors that "cuda" gives to moving rows between ranks, None for
         its own choice.
       timeout: seconds > 0 that "host" waits for all ranks of a call to arrive before it reports the
-        missing ones, and "cuda" for one tile inside a kernel before it reports that; the next call
-        raises the report. None: the environment variable MOK_TIMEOUT, else 20.
+        missing ones, and "cuda" for one tile inside a running kernel, whatever was queued before it,
+        before it reports that; the next call raises the report. None: the environment variable
+        MOK_TIMEOUT, else 20.
       random_order: None, or a seed in [0, 2**31): a test mode of "host" that runs its tasks in
         random order, driven by the readiness counters alone, over a ring filled with NaN. "cuda" only
         fills the ring.

@@ -154,7 +154,7 @@ class Dims:
 
         Raises:
           TypeError: a dtype that the implementation lacks.
-          ValueError: rows beyond int32, or tile sizes that are no multiples of each other or not there.
+          ValueError: rows or tasks beyond int32, or tile sizes that are no multiples of each other or not there.
         """
         config, copies, module = self.config, self.config.virtual_ranks, _module(self.implementation)
         if self.implementation == "cuda":
@@ -186,6 +186,8 @@ class Dims:
                 f"moe: rows padded to the row tile must be less than 2**31, got {plan.capacity}; "
                 "split the tokens over several calls, or use a smaller row_tile"
             )
+        if self.implementation == "cuda":
+            self._check_cuda_counts(plan)
         return plan
 
     def _check_cuda(self, module) -> None:
@@ -203,6 +205,22 @@ class Dims:
             raise ValueError(
                 f'moe: virtual_ranks must be at most {module.MAX_RANKS} for implementation "cuda", '
                 f"got {self.config.virtual_ranks}"
+            )
+
+    def _check_cuda_counts(self, plan) -> None:
+        """Kernels count rows and tasks in 32 bits (Index in tasks.h)."""
+        if plan.capacity + plan.macrobatch >= 2**31:  # where the last macrobatch would end
+            raise ValueError(
+                'moe: padded rows + macrobatch must be less than 2**31 for implementation "cuda", '
+                f"got {plan.capacity} + {plan.macrobatch}; use a smaller macrobatch, or split the tokens over several "
+                "calls"
+            )
+        limit = 2**31 - 2**16  # every multiprocessor takes a number or two beyond the last task
+        if plan.most_tasks >= limit:
+            raise ValueError(
+                f'moe: tiles of a backward pass must be less than {limit} for implementation "cuda", got '
+                f"{plan.most_tasks}; use a larger macrobatch than {plan.macrobatch}, or split the tokens over several "
+                "calls"
             )
 
     def check(self) -> None:

@@ -312,6 +312,39 @@ def test_an_older_gpu(gpu):
     refuse_cuda(ValueError, text)
 
 
+# name: (tokens, hidden, intermediate, macrobatch, message after "moe: ")
+BEYOND_32_BITS = {
+    "rows": (
+        2**30,
+        8,
+        8,
+        None,
+        'padded rows + macrobatch must be less than 2**31 for implementation "cuda", '
+        "got 1073742208 + 1073774592; use a smaller macrobatch, or split the tokens over several calls",
+    ),
+    "tasks": (
+        2**30,
+        4096,
+        4096,
+        128,
+        'tiles of a backward pass must be less than 2147418112 for implementation "cuda", got 4848618672; '
+        "use a larger macrobatch than 128, or split the tokens over several calls",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate", "macrobatch", "text"), BEYOND_32_BITS.values(), ids=BEYOND_32_BITS
+)
+def test_cuda_counts_in_32_bits(gpu, tokens, hidden, intermediate, macrobatch, text):
+    sizes = dict(local_experts=4, shared_intermediate=8, ranks=1, top_k=1, dtype=jnp.dtype("bfloat16"))
+    sizes |= dict(tokens=tokens, hidden=hidden, intermediate=intermediate)
+    config = MoKConfig(minibatch=macrobatch, macrobatch=macrobatch)
+    ops.Dims(**sizes, config=config).check()  # "host" counts in 64 bits
+    dims = ops.Dims(**sizes, config=config, implementation="cuda", gpu=ops.Gpu((9, 0), None))
+    refuse(ValueError, f"moe: {text}", dims.check)
+
+
 def test_scratch_that_does_not_fit(gpu):
     gpu.memory = 2**20
     case = make_case("f32", **SIZES | dict(tokens=2**16, hidden=64))

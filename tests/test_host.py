@@ -2,6 +2,7 @@
 random-order mode, threads, and the modules for each CPU level."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -243,3 +244,79 @@ def test_more_rows_than_int32_are_refused(tokens, message):
     with pytest.raises(ValueError) as error:
         dims.check()
     assert str(error.value) == message
+
+
+# ---- what the handlers refuse: another caller than ops.py, or an export of another version ----
+
+ATTRIBUTES = {
+    "ranks": (dict(ranks=0), "ranks must be a multiple of 1 in [1, 2**31), got 0"),
+    "virtual_ranks": (dict(virtual_ranks=0), "virtual_ranks must be a multiple of 1 in [1, 2**31), got 0"),
+    "odd_virtual_ranks": (
+        dict(virtual_ranks=5),
+        "tokens and experts must be multiples of virtual_ranks=5, got 48 and 6",
+    ),
+    "many_ranks": (dict(ranks=2**30), "ranks * routes must be less than 2**31, got 1073741824 * 144"),
+    "row_tile": (dict(row_tile=0), "row_tile must be a multiple of 1 in [1, 2**31), got 0"),
+    "large_row_tile": (
+        dict(row_tile=2**30, minibatch=2**30, macrobatch=2**30),
+        "padded rows must be less than 2**31, got 6442450944",
+    ),
+    "minibatch": (dict(minibatch=12), "minibatch must be a multiple of 8 in [1, 2**31), got 12"),
+    "negative_minibatch": (dict(minibatch=-8), "minibatch must be a multiple of 8 in [1, 2**31), got -8"),
+    "macrobatch": (
+        dict(minibatch=16, macrobatch=24),
+        "macrobatch must be a multiple of 16 in [1, 2**31), got 24",
+    ),
+    "another_macrobatch": (
+        dict(minibatch=8, macrobatch=8),
+        "context gate must have 2400 elements of F64, got 67200 of F64",
+    ),
+    "timeout": (dict(timeout=-1.0), "timeout must be more than 0 s, got -1.000000"),
+}
+
+
+@pytest.mark.parametrize(("changed", "text"), ATTRIBUTES.values(), ids=ATTRIBUTES)
+def test_attributes_that_do_not_fit(case, monkeypatch, changed, text):
+    attributes = ops.Dims.attributes
+    changed = {name: np.float64(v) if name == "timeout" else np.int64(v) for name, v in changed.items()}
+    monkeypatch.setattr(ops.Dims, "attributes", lambda *arguments: attributes(*arguments) | changed)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"INVALID_ARGUMENT: mok_jax: {text}")):
+        jax.block_until_ready(forward(case, BASE))
+
+
+BUFFERS = {
+    "x": (lambda a: a.reshape(-1), "x must have 2 axes, got 1"),
+    "expert_ids": (lambda a: a.astype("int64"), "expert_ids must have 144 elements of S32, got 144 of S64"),
+    "router_weights": (lambda a: a[:-1], "router_weights must have 144 elements of F64, got 141 of F64"),
+    "w_gate": (lambda a: a[:, :-1], "w_gate must have 43200 elements of F64, got 41400 of F64"),
+    "w_down": (lambda a: a.astype("float32"), "w_down must have 43200 elements of F64, got 43200 of F32"),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "text"), [(name, *row) for name, row in BUFFERS.items()], ids=BUFFERS)
+def test_buffers_that_do_not_fit(case, name, change, text):
+    dims = cases.dims_of(case, BASE)
+    wrong = case._replace(**{name: change(getattr(case, name))})
+    arguments = (jnp.zeros(2, jnp.int32), *wrong[:3], (*wrong[3:6], *wrong.shared))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"INVALID_ARGUMENT: mok_jax: {text}")):
+        jax.block_until_ready(ops.forward(dims, *arguments, context=True))
+
+
+def test_gradients_that_do_not_fit(case):
+    _, residuals = forward(case, BASE)
+    dims, weights = cases.dims_of(case, BASE), (*case[3:6], *case.shared)
+    text = "INVALID_ARGUMENT: mok_jax: d_w_up must have 43200 elements of F64, got 43200 of F32"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+        jax.block_until_ready(
+            ops.backward(
+                dims,
+                jnp.zeros(2, jnp.int32),
+                case.x,
+                *case[:3],
+                weights,
+                residuals,
+                context=True,
+                gradients=15,
+                dtypes=["float64", "float32", *["float64"] * 4],
+            )
+        )

@@ -7,6 +7,9 @@
 namespace mok::cuda {
 namespace {
 
+std::string Text(const char* error) { return error == nullptr ? "" : error; }
+std::string Text(const std::string& error) { return error; }
+
 const char* Fill(void* buffer, int value, int64_t bytes, cudaStream_t stream) {
   if (buffer == nullptr || bytes == 0) return nullptr;
   const cudaError_t error = cudaMemsetAsync(buffer, value, static_cast<size_t>(bytes), stream);
@@ -44,26 +47,28 @@ std::string Enqueue(const std::vector<Params>& ranks, void* workspace, int64_t w
   const bool forward = ranks[0].pass.direction == Direction::kForward;
   PeerTable peers{};
   IdTable ids{};
-  AbortTable aborts{};
+  Outcome outcome{};
+  outcome.timeout_ns = options.launch.timeout_ns;
+  outcome.reports = options.reports;
   for (const Params& p : ranks) {
     peers.at[p.rank] = {p.x, p.d_y, p.router_weights, p.ring.returned, p.ring.returned_d_weights};
     ids.at[p.rank] = p.ids;
-    aborts.at[aborts.count++] = p.ring.control + kAbortFlag;
+    outcome.control[outcome.ranks++] = p.ring.control;
   }
-  const char* error = nullptr;
+  std::string error;
   const char* doing = "";
   // One phase of all ranks before the next: a rank reads what its peers wrote in the phase before.
   const auto phase = [&](const char* name, auto step) {
     for (const Params& p : ranks) {
-      if (error != nullptr) return;
+      if (!error.empty()) return;
       doing = name;
-      error = step(p);
+      error = Text(step(p));
     }
   };
   if (options.fill_with_nan) {
     phase("filling memory with NaN", [&](const Params& p) {
-      if (p.rank == 0) error = Fill(workspace, 0xff, workspace_bytes, stream);
-      return error != nullptr || !forward ? error : FillContextWithNaN(p, stream);
+      const char* failed = p.rank == 0 ? Fill(workspace, 0xff, workspace_bytes, stream) : nullptr;
+      return failed != nullptr || !forward ? failed : FillContextWithNaN(p, stream);
     });
   }
   phase("zeroing the counters", [&](const Params& p) { return Zero(p, options, stream); });
@@ -73,10 +78,13 @@ std::string Enqueue(const std::vector<Params>& ranks, void* workspace, int64_t w
     });
     phase("clearing the context", [&](const Params& p) { return LaunchClearContext(p, stream); });
   }
-  phase("the megakernel",
-        [&](const Params& p) { return LaunchMegakernel(options.path, p, peers, options.launch, stream); });
-  phase("the epilogue", [&](const Params& p) { return LaunchEpilogue(p, aborts, stream); });
-  return error == nullptr ? "" : std::string("mok_jax cuda: ") + doing + ": " + error;
+  phase("the megakernel", [&](const Params& p) {
+    Launch launch = options.launch;
+    launch.status = reinterpret_cast<Status*>(p.ring.control + kStatus);
+    return LaunchMegakernel(options.path, p, peers, launch, stream);
+  });
+  phase("the epilogue", [&](const Params& p) { return LaunchEpilogue(p, outcome, stream); });
+  return error.empty() ? "" : std::string("mok_jax cuda: ") + doing + ": " + error;
 }
 
 }  // namespace mok::cuda

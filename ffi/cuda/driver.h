@@ -16,7 +16,8 @@ namespace mok::cuda {
 
 struct Options {
   Path path;
-  Launch launch;
+  Launch launch;  // but for the status, which is each rank's own
+  Reports* reports;
   // Test modes.
   bool fill_with_nan;     // what is read before it is written is NaN
   int64_t stuck_counter;  // -1, or a readiness counter that never fills

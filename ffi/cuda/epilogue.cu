@@ -32,10 +32,23 @@ struct Vector {
 };
 
 // Whether a wait timed out on a rank of this call: then its rows are missing, here or on another rank.
-__device__ bool Aborted(const AbortTable& aborts) {
+__device__ bool Aborted(const Outcome& outcome) {
   bool aborted = false;
-  for (int64_t r = threadIdx.x; r < aborts.count; r += kThreads) aborted |= *aborts.at[r] != 0;
+  for (int64_t r = threadIdx.x; r < outcome.ranks; r += kThreads) aborted |= outcome.control[r][kAbortFlag] != 0;
   return __syncthreads_or(aborted);
+}
+
+// By one thread of an aborted call.
+__device__ void Tell(const Outcome& outcome) {
+  int64_t r = 0;
+  while (outcome.control[r][kAbortFlag] == 0) ++r;
+  const uint32_t number = atomicAdd(&outcome.reports->last, 1u) + 1;
+  Report& report = outcome.reports->at[number % kReports];
+  report.timeout_ns = outcome.timeout_ns;
+  report.status = *reinterpret_cast<const Status*>(outcome.control[r] + kStatus);
+  // The report, before the host reads its number.
+  __threadfence_system();
+  *static_cast<volatile uint32_t*>(&report.number) = number;
 }
 
 // All bits set: NaN in every dtype.
@@ -72,10 +85,13 @@ __device__ void FillResults(const Params& p) {
 
 template <typename S, bool kWide, bool kBackward>
 __global__ void __launch_bounds__(kThreads)
-    Epilogue(const __grid_constant__ Params p, const __grid_constant__ AbortTable aborts) {
+    Epilogue(const __grid_constant__ Params p, const __grid_constant__ Outcome outcome) {
   using V = Vector<S, kWide>;
   using Value = typename V::Type;
-  if (Aborted(aborts)) return FillResults<S>(p);
+  if (Aborted(outcome)) {
+    if (p.rank == 0 && blockIdx.x == 0 && threadIdx.x == 0) Tell(outcome);
+    return FillResults<S>(p);
+  }
   const Dims& d = p.dims;
   const int64_t columns = d.hidden / V::kSize, experts = d.ranks * d.local_experts;
   const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -144,22 +160,22 @@ __global__ void __launch_bounds__(kThreads) ClearContext(const __grid_constant__
 }
 
 template <typename S, bool kWide>
-const char* LaunchAs(const Params& p, const AbortTable& aborts, cudaStream_t stream) {
+const char* LaunchAs(const Params& p, const Outcome& outcome, cudaStream_t stream) {
   const int64_t items = p.dims.tokens * (p.dims.hidden / Vector<S, kWide>::kSize);
   // At least one block, which fills the weights' gradients after an abort.
   const unsigned blocks = static_cast<unsigned>(Max(1, CeilDiv(items, kThreads)));
   if (p.pass.direction == Direction::kBackward) {
-    Epilogue<S, kWide, true><<<blocks, kThreads, 0, stream>>>(p, aborts);
+    Epilogue<S, kWide, true><<<blocks, kThreads, 0, stream>>>(p, outcome);
   } else {
-    Epilogue<S, kWide, false><<<blocks, kThreads, 0, stream>>>(p, aborts);
+    Epilogue<S, kWide, false><<<blocks, kThreads, 0, stream>>>(p, outcome);
   }
   return Launched();
 }
 
 template <typename S>
-const char* LaunchFor(const Params& p, const AbortTable& aborts, cudaStream_t stream) {
-  return p.dims.hidden * sizeof(S) % 16 == 0 ? LaunchAs<S, true>(p, aborts, stream)
-                                             : LaunchAs<S, false>(p, aborts, stream);
+const char* LaunchFor(const Params& p, const Outcome& outcome, cudaStream_t stream) {
+  return p.dims.hidden * sizeof(S) % 16 == 0 ? LaunchAs<S, true>(p, outcome, stream)
+                                             : LaunchAs<S, false>(p, outcome, stream);
 }
 
 template <typename S>
@@ -175,9 +191,9 @@ const char* LoadEpilogue() {
   return Load(ClearContext<int4>, ClearContext<uint16_t>);
 }
 
-const char* LaunchEpilogue(const Params& params, const AbortTable& aborts, cudaStream_t stream) {
-  return params.type == ScalarType::kBFloat16 ? LaunchFor<BFloat16>(params, aborts, stream)
-                                              : LaunchFor<float>(params, aborts, stream);
+const char* LaunchEpilogue(const Params& params, const Outcome& outcome, cudaStream_t stream) {
+  return params.type == ScalarType::kBFloat16 ? LaunchFor<BFloat16>(params, outcome, stream)
+                                              : LaunchFor<float>(params, outcome, stream);
 }
 
 const char* LaunchClearContext(const Params& params, cudaStream_t stream) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <unordered_map>
 
@@ -25,54 +26,59 @@ namespace {
 // shapes do not depend on the machine.
 constexpr int64_t kComputeUnits = 132;
 
-// What a device needs before its first launch; kept for the process's life.
+// What a device needs before its first launch; kept for the process's life once it is complete.
 struct Device {
-  Status* status = nullptr;
+  Reports* reports = nullptr;
+  uint32_t seen = 0;  // the number of the last report that was passed on
   int sms = 0;
   int capability = 0;  // 90 for 9.0
-  std::string error;   // why it cannot be used
 };
 
 std::string Text(const char* doing, cudaError_t error) {
   return error == cudaSuccess ? "" : std::string("mok_jax cuda: ") + doing + ": " + cudaGetErrorString(error);
 }
 
-Device Open(int ordinal) {
-  Device device;
+// Empty, or an error: then nothing is kept.
+std::string Open(int ordinal, Device* device) {
   int major = 0, minor = 0;
-  void* memory = nullptr;
-  for (const cudaError_t error :
-       {cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, ordinal),
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal),
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal),
-        cudaHostAlloc(&memory, sizeof(Status), cudaHostAllocMapped | cudaHostAllocPortable)}) {
-    if (device.error.empty()) device.error = Text("opening the device", error);
+  for (const cudaError_t error : {cudaDeviceGetAttribute(&device->sms, cudaDevAttrMultiProcessorCount, ordinal),
+                                  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal),
+                                  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal)}) {
+    if (error != cudaSuccess) return Text("asking the device for its size", error);
   }
-  if (!device.error.empty()) return device;
+  device->capability = 10 * major + minor;
+  const std::string error = LoadKernels(device->capability);
+  if (!error.empty()) return "mok_jax cuda: loading the kernels: " + error;
   // One address space: the device sees the same pointer.
-  device.status = new (memory) Status{};
-  device.capability = 10 * major + minor;
-  device.error = LoadKernels(device.capability);
-  return device;
+  void* memory = nullptr;
+  const cudaError_t allocated = cudaHostAlloc(&memory, sizeof(Reports), cudaHostAllocMapped | cudaHostAllocPortable);
+  if (allocated == cudaSuccess) device->reports = new (memory) Reports{};
+  return Text("allocating pinned memory", allocated);
 }
 
-// The device of this ordinal, opened by the first call, which is Initialize's.
-Device& DeviceAt(int ordinal) {
+// The device of this ordinal, opened by the first call, which is Initialize's. A device that does not open is
+// not remembered, for what it lacked may come free: the next call tries once more.
+std::string DeviceAt(int ordinal, Device** device) {
   static std::mutex mutex;
   static auto* devices = new std::unordered_map<int, Device>;  // never destroyed: kernels may outlive `main`
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = devices->find(ordinal);
-  return found != devices->end() ? found->second : devices->emplace(ordinal, Open(ordinal)).first->second;
+  *device = &(*devices)[ordinal];
+  if ((*device)->reports != nullptr) return "";
+  const std::string error = Open(ordinal, *device);
+  if (!error.empty()) cudaGetLastError();  // or the next launch on this thread would find it
+  return error;
 }
 
 // Makes a device current on this thread for a while.
 class Current {
  public:
   explicit Current(int ordinal) : error_(cudaGetDevice(&before_)) {
-    if (error_ == cudaSuccess && before_ != ordinal) error_ = cudaSetDevice(ordinal);
+    if (error_ != cudaSuccess || before_ == ordinal) return;
+    error_ = cudaSetDevice(ordinal);
+    changed_ = error_ == cudaSuccess;
   }
   ~Current() {
-    if (error_ == cudaSuccess) cudaSetDevice(before_);
+    if (changed_) cudaSetDevice(before_);
   }
   Current(const Current&) = delete;
   Current& operator=(const Current&) = delete;
@@ -81,25 +87,43 @@ class Current {
 
  private:
   int before_ = 0;
+  bool changed_ = false;
   cudaError_t error_;
 };
 
-// What an earlier call on this device left behind, once. Waits for nothing: a call that is still running has
+std::string Seconds(uint64_t nanoseconds) {
+  std::ostringstream text;
+  text << nanoseconds * 1e-9;
+  return text.str();
+}
+
+// What earlier calls on this device left behind, each once. Waits for nothing: a call that is still running has
 // its turn later.
 std::string TakeReport(Device& device) {
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (__atomic_load_n(&device.status->code, __ATOMIC_ACQUIRE) == 0) return "";
-  const Status s = *device.status;
-  device.status->code = 0;
-  __atomic_store_n(&device.status->claim, 0u, __ATOMIC_RELEASE);  // last: the device may report again
+  const uint32_t before = device.seen;
+  Report report{};
+  for (;;) {
+    const Report& next = device.reports->at[(device.seen + 1) % kReports];
+    const uint32_t number = __atomic_load_n(&next.number, __ATOMIC_ACQUIRE);
+    if (number <= device.seen) break;
+    report = next;
+    device.seen = number;
+  }
+  const uint32_t calls = device.seen - before;
+  if (calls == 0) return "";
+  const Status& s = report.status;
   const bool known = s.op >= 0 && s.op <= static_cast<int32_t>(Op::kSharedGradDown);
   return "mok_jax cuda: in an earlier call on this device " +
          std::string(known ? Name(static_cast<Op>(s.op)) : "a task") + " of block " + std::to_string(s.block) +
-         " tile " + std::to_string(s.tile) + " on rank " + std::to_string(s.rank) + " waited in vain for counter " +
-         std::to_string(s.counter) + ": found " + std::to_string(s.found) + ", expected " + std::to_string(s.expected) +
-         "; that call's results are NaN. This is a fault of mok_jax or of the GPU, or the time limit "
-         "(MoKConfig.timeout, MOK_TIMEOUT) is too short for a GPU that is shared";
+         " tile " + std::to_string(s.tile) + " on rank " + std::to_string(s.rank) + " waited " +
+         Seconds(report.timeout_ns) + " s in vain for counter " + std::to_string(s.counter) + ": found " +
+         std::to_string(s.found) + ", expected " + std::to_string(s.expected) + "; that call's results are NaN" +
+         (calls > 1 ? ", as are those of " + std::to_string(calls - 1) + " before it for the same reason" : "") +
+         ". The time runs from when a task of a running kernel begins to wait, whatever was queued before it; raise "
+         "MoKConfig.timeout (or MOK_TIMEOUT) if one tile can take that long, because other processes share the GPU, a "
+         "debugger holds it, or one expert has very many rows. Otherwise this is a fault of mok_jax or of the GPU";
 }
 
 ffi::Error Internal(const std::string& message) { return ffi::Error(ffi::ErrorCode::kInternal, message); }
@@ -108,9 +132,10 @@ ffi::Error Internal(const std::string& message) { return ffi::Error(ffi::ErrorCo
 ffi::Error Initialize(int32_t ordinal) {
   const Current current(ordinal);
   if (!current.error().empty()) return Internal(current.error());
-  Device& device = DeviceAt(ordinal);
-  if (!device.error.empty()) return Internal(device.error);
-  const std::string report = TakeReport(device);
+  Device* device;
+  const std::string error = DeviceAt(ordinal, &device);
+  if (!error.empty()) return Internal(error);
+  const std::string report = TakeReport(*device);
   return report.empty() ? ffi::Error::Success() : Internal(report);
 }
 
@@ -122,29 +147,31 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
   if (!decoded.complaint.empty()) return ffi::Error::InvalidArgument(decoded.complaint);
   const Params& first = decoded.ranks[0];
   if (call.ranks != 1 || call.virtual_ranks > kMaxRanks || call.row_tile != kRowTile ||
-      first.type == ScalarType::kFloat64 || (path == Path::kHopper && first.type != ScalarType::kBFloat16)) {
+      first.dims.capacity + first.dims.macrobatch > kMostRows || first.type == ScalarType::kFloat64 ||
+      (path == Path::kHopper && first.type != ScalarType::kBFloat16)) {
     return ffi::Error::InvalidArgument("mok_jax cuda: sizes that mok_jax/ops.py refuses; reinstall mok_jax");
   }
   const Current current(ordinal);
   if (!current.error().empty()) return Internal(current.error());
-  Device& device = DeviceAt(ordinal);
-  if (!device.error.empty()) return Internal(device.error);
-  if (path == Path::kHopper && device.capability != 90) {
+  Device* device;
+  std::string error = DeviceAt(ordinal, &device);
+  if (!error.empty()) return Internal(error);
+  if (path == Path::kHopper && device->capability != 90) {
     return Internal("mok_jax cuda: this call was traced for compute capability 9.0, the device has " +
-                    std::to_string(device.capability / 10) + "." + std::to_string(device.capability % 10) +
+                    std::to_string(device->capability / 10) + "." + std::to_string(device->capability % 10) +
                     "; use MoKConfig(portable=True)");
   }
-  const std::string report = TakeReport(device);
+  const std::string report = TakeReport(*device);
   if (!report.empty()) return Internal(report);
   Options options{};
   options.path = path;
-  options.launch.sms = device.sms;
-  options.launch.status = device.status;
+  options.launch.sms = device->sms;
+  options.reports = device->reports;
   options.launch.timeout_ns = static_cast<uint64_t>(std::min(call.timeout * 1e9, 9e18));
   options.launch.num_comm_sms = static_cast<int>(call.num_comm_sms);
   options.fill_with_nan = call.random_order >= 0;
   options.stuck_counter = call.stuck_counter;
-  const std::string error = Enqueue(decoded.ranks, decoded.workspace, decoded.workspace_bytes, options, stream);
+  error = Enqueue(decoded.ranks, decoded.workspace, decoded.workspace_bytes, options, stream);
   return error.empty() ? ffi::Error::Success() : Internal(error);
 }
 
@@ -153,17 +180,19 @@ ffi::Error ExecuteSchedule(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer 
                            ffi::Result<ffi::AnyBuffer> offset, ffi::Result<ffi::AnyBuffer> count,
                            ffi::Result<ffi::AnyBuffer> scratch, int64_t rank) {
   Dims d{};
+  if (ids.dimensions().size() != 3) return ffi::Error::InvalidArgument("mok_schedule: ids must have 3 axes");
   d.ranks = ids.dimensions()[0];
   d.tokens = ids.dimensions()[1];
   d.top_k = ids.dimensions()[2];
-  d.local_experts = count->dimensions()[0];
+  d.local_experts = count->element_count();
   d.row_tile = kRowTile;
   d.capacity = Capacity(d.ranks, d.Routes(), d.local_experts, d.row_tile);
   const auto has = [](const ffi::AnyBuffer& buffer, int64_t elements) {
-    return static_cast<int64_t>(buffer.element_count()) == elements;
+    return buffer.element_type() == ffi::DataType::S32 && static_cast<int64_t>(buffer.element_count()) == elements;
   };
-  if (d.ranks < 1 || d.ranks > kMaxRanks || rank < 0 || rank >= d.ranks || !has(*source, d.capacity) ||
-      !has(*offset, d.local_experts + 1) || !has(*scratch, ScheduleScratch(d))) {
+  if (d.ranks < 1 || d.ranks > kMaxRanks || rank < 0 || rank >= d.ranks || d.capacity > kMostRows ||
+      !has(ids, d.ranks * d.Routes()) || !has(*source, d.capacity) || !has(*offset, d.local_experts + 1) ||
+      !has(*count, d.local_experts) || !has(*scratch, ScheduleScratch(d))) {
     return ffi::Error::InvalidArgument("mok_schedule: sizes that do not fit each other");
   }
   const Current current(ordinal);

@@ -17,10 +17,12 @@ struct IdTable {
   const int32_t* at[kMaxRanks];
 };
 
-// The abort flags of all ranks that the call holds.
-struct AbortTable {
-  const int32_t* at[kMaxRanks];
-  int64_t count;
+// What tells whether a wait timed out, on any rank of the call, and whom to tell.
+struct Outcome {
+  const int32_t* control[kMaxRanks];  // Ring::control of each rank
+  int64_t ranks;
+  uint64_t timeout_ns;
+  Reports* reports;
 };
 
 const char* LoadSchedule();
@@ -28,8 +30,8 @@ const char* LaunchSchedule(const Dims& dims, int64_t rank, const IdTable& ids, c
                            cudaStream_t stream);
 
 const char* LoadEpilogue();
-// y or dx, and the router weights' gradient; NaN throughout where a rank has aborted.
-const char* LaunchEpilogue(const Params& params, const AbortTable& aborts, cudaStream_t stream);
+// y or dx, and the router weights' gradient; NaN throughout where a rank has aborted, which rank 0 reports.
+const char* LaunchEpilogue(const Params& params, const Outcome& outcome, cudaStream_t stream);
 // Context rows behind the last block are zero: they leave the call as residuals.
 const char* LaunchClearContext(const Params& params, cudaStream_t stream);
 

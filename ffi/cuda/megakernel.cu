@@ -1,6 +1,8 @@
 // Loading and launching of the megakernels. Called by the driver.
 #include <cuda.h>
 
+#include <string>
+
 #include "gemm.cuh"
 #include "megakernel.h"
 #include "megakernel_portable.h"
@@ -9,28 +11,51 @@
 namespace mok::cuda {
 namespace {
 
-// The driver's encoder, found at run time: nothing links against the driver.
+// What the tiles of both paths are made of; Stages and Describe count on it.
+constexpr bool Fit(const Tiles& t) {
+  return 2 * t.gate_up_columns == kTileN && t.d_hidden_columns == kTileN && t.hidden_columns == kTileN &&
+         t.gate_up_gradient.rows == kTileM && 2 * t.gate_up_gradient.columns == kTileN &&
+         t.down_gradient.rows == kTileM && t.down_gradient.columns == kTileN;
+}
+static_assert(kRowTile == kTileM && Fit(TilesOf(Path::kPortable)) && Fit(TilesOf(Path::kHopper)),
+              "every task is one product of kTileM x kTileN");
+
+// Functions of the driver, found at run time: nothing links against it. Null where the driver lacks them.
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                  const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                  CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using ErrorText = CUresult (*)(CUresult, const char**);
 
-EncodeTiled FindEncodeTiled() {
+template <typename Function>
+Function Find(const char* name) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(found) : nullptr;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(found) : nullptr;
 }
 
 // Boxes of 64 x 64 bfloat16 in the swizzle that the tensor cores read.
-bool Encode(EncodeTiled encode, const Matrix& m, CUtensorMap* map) {
+CUresult Encode(EncodeTiled encode, const Matrix& m, CUtensorMap* map) {
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(m.columns), static_cast<cuuint64_t>(m.rows),
                                static_cast<cuuint64_t>(m.matrices)};
   const cuuint64_t pitches[2] = {sizes[0] * 2, sizes[0] * sizes[1] * 2};
   const cuuint32_t box[3] = {64, 64, 1}, strides[3] = {1, 1, 1};
   return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(m.base), sizes, pitches, box, strides,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+std::string Refusal(CUresult error, int id, const Matrix& m) {
+  static constexpr const char* kNames[] = {"x",        "the kept x", "d_y",        "h",        "d_gate",
+                                           "d_up",     "w_gate",     "w_up",       "w_down",   "the shared expert's x",
+                                           "its d_y",  "its h",      "its d_gate", "its d_up", "its w_gate",
+                                           "its w_up", "its w_down"};
+  static_assert(sizeof(kNames) / sizeof(kNames[0]) == kNumMatrices, "every MatrixId has a name");
+  static const auto text_of = Find<ErrorText>("cuGetErrorString");
+  const char* text = nullptr;
+  if (text_of == nullptr || text_of(error, &text) != CUDA_SUCCESS) text = "an unknown error";
+  return std::string("cuTensorMapEncodeTiled for ") + kNames[id] + ", bfloat16[" + std::to_string(m.matrices) + ", " +
+         std::to_string(m.rows) + ", " + std::to_string(m.columns) + "]: " + text + " (" + std::to_string(error) + ")";
 }
 
 }  // namespace
@@ -40,19 +65,21 @@ const char* LoadMegakernels(int capability) {
   return error == nullptr && capability == 90 ? LoadHopperKernel() : error;
 }
 
-const char* LaunchMegakernel(Path path, const Params& params, const PeerTable& peers, const Launch& launch,
+std::string LaunchMegakernel(Path path, const Params& params, const PeerTable& peers, const Launch& launch,
                              cudaStream_t stream) {
   const Matrices matrices = MatricesOf(params, params.dims.Exchanges() || !TilesOf(path).gathers);
-  if (path == Path::kPortable) return LaunchPortableKernel(params, peers, matrices, launch, stream);
-  static const EncodeTiled encode = FindEncodeTiled();
+  const auto text = [](const char* error) { return std::string(error == nullptr ? "" : error); };
+  if (path == Path::kPortable) return text(LaunchPortableKernel(params, peers, matrices, launch, stream));
+  static const auto encode = Find<EncodeTiled>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled; CUDA 13 needs driver 580 or newer";
   Maps maps{};
   for (int i = 0; i < kNumMatrices; ++i) {
     const Matrix& m = matrices.at[i];
     if (m.base == nullptr || m.columns == 0 || m.rows == 0) continue;  // no task reads it
-    if (!Encode(encode, m, &maps.at[i])) return "cuTensorMapEncodeTiled failed";
+    const CUresult error = Encode(encode, m, &maps.at[i]);
+    if (error != CUDA_SUCCESS) return Refusal(error, i, m);
   }
-  return LaunchHopperKernel(params, peers, maps, launch, stream);
+  return text(LaunchHopperKernel(params, peers, maps, launch, stream));
 }
 
 }  // namespace mok::cuda

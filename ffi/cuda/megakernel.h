@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
 
 #include "../params.h"
 #include "../tasks.h"
@@ -31,20 +32,22 @@ struct PeerTable {
 
 struct Launch {
   int sms;
-  Status* status;  // pinned host memory
+  Status* status;  // of the rank
   uint64_t timeout_ns;
   int num_comm_sms;  // portable kernels with ranks > 1: CTAs that communicate, all but one at most; 0: an eighth
 };
 
-// What words of Ring::control mean; all zero at the start.
-enum ControlWord { kComputeTicket, kCommunicationTicket, kAbortFlag };
+// What words of Ring::control mean; all zero at the start. kStatus: the first of a Status.
+enum ControlWord { kComputeTicket, kCommunicationTicket, kAbortFlag, kStatus = 16 };
+static_assert(kStatus * 4 % alignof(Status) == 0 && kStatus * 4 + sizeof(Status) <= kControlWords * 4,
+              "a Status must fit behind the words");
 
 // Makes every kernel ready on the current device, whose compute capability is given as 80, 90, ... Null, or
 // what went wrong.
 const char* LoadMegakernels(int capability);
 
-// Null, or what went wrong. Neither waits nor allocates.
-const char* LaunchMegakernel(Path path, const Params& params, const PeerTable& peers, const Launch& launch,
+// Empty, or what went wrong. Neither waits nor allocates.
+std::string LaunchMegakernel(Path path, const Params& params, const PeerTable& peers, const Launch& launch,
                              cudaStream_t stream);
 
 }  // namespace mok::cuda

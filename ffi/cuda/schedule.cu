@@ -58,8 +58,27 @@ struct Part {
 
 __device__ int64_t Lane(int step) { return threadIdx.x / 32 * (32 * kPerLane) + step * 32 + threadIdx.x % 32; }
 
+// This lane's routes of the chunk as experts of the part, and how many routes each expert has: in one row of counts,
+// or in a row for each warp. By a whole block, which may read the counts afterwards.
+template <int rows>
+__device__ void LoadAndCount(const Arguments& a, const Part& part, int (&expert)[kPerLane],
+                             int (&counts)[rows][kExperts]) {
+  static_assert(rows == 1 || rows == kWarps, "one row of counts, or one a warp");
+  for (int w = 0; w < rows; ++w) {
+    for (int e = threadIdx.x; e < part.experts; e += kThreads) counts[w][e] = 0;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) expert[i] = part.Expert(a, Lane(i));
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if (expert[i] >= 0) atomicAdd(&counts[rows == 1 ? 0 : threadIdx.x / 32][expert[i]], 1);
+  }
+  __syncthreads();
+}
+
 __global__ void __launch_bounds__(kThreads) Count(const __grid_constant__ Arguments a) {
-  __shared__ int counts[kExperts];
+  __shared__ int counts[1][kExperts];
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *a.done = 0;
   // Padding rows and what lies behind the last row have no source. The row tile is a multiple of 4.
   const int64_t stride = int64_t{gridDim.x} * gridDim.y * kThreads;
@@ -69,17 +88,9 @@ __global__ void __launch_bounds__(kThreads) Count(const __grid_constant__ Argume
   }
   if (blockIdx.x >= a.dims.ranks * a.chunks) return;  // blocks that only fill
   const Part part(a);
-  for (int e = threadIdx.x; e < part.experts; e += kThreads) counts[e] = 0;
-  __syncthreads();
   int expert[kPerLane];
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) expert[i] = part.Expert(a, Lane(i));
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    if (expert[i] >= 0) atomicAdd(&counts[expert[i]], 1);
-  }
-  __syncthreads();
-  for (int e = threadIdx.x; e < part.experts; e += kThreads) a.before[part.Before(a, e)] = counts[e];
+  LoadAndCount(a, part, expert, counts);
+  for (int e = threadIdx.x; e < part.experts; e += kThreads) a.before[part.Before(a, e)] = counts[0][e];
 }
 
 // The sum of the values of lower lanes, and of all lanes.
@@ -153,18 +164,8 @@ __global__ void __launch_bounds__(kThreads) Place(const __grid_constant__ Argume
   __shared__ int next[kWarps][kExperts];  // of each warp and expert: routes before the warp's, from its source rank
   const Part part(a);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int w = 0; w < kWarps; ++w) {
-    for (int e = threadIdx.x; e < part.experts; e += kThreads) next[w][e] = 0;
-  }
-  __syncthreads();
   int expert[kPerLane];
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) expert[i] = part.Expert(a, Lane(i));
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    if (expert[i] >= 0) atomicAdd(&next[warp][expert[i]], 1);
-  }
-  __syncthreads();
+  LoadAndCount(a, part, expert, next);
   const int64_t routes = a.dims.Routes(), ranks = a.dims.ranks, turn = a.Turn(part.source);
   for (int e = threadIdx.x; e < part.experts; e += kThreads) {
     // On one rank a route's round is its row within the segment.

@@ -1,6 +1,6 @@
-// What a device tells the host about a wait that timed out: one per device, in pinned memory that the
-// device sees, allocated by handlers.cc before the first launch and kept for the process's life. Read by
-// the host before the next call on that device.
+// What the host learns of waits that timed out. A rank's kernel fills its Status, in device memory and zeroed
+// with the counters; the call's epilogue copies the first one filled to the device's Reports, in pinned memory
+// that handlers.cc allocates before the first launch, keeps for the process's life and reads before every call.
 #ifndef MOK_CUDA_STATUS_H_
 #define MOK_CUDA_STATUS_H_
 
@@ -9,12 +9,27 @@
 namespace mok::cuda {
 
 struct Status {
-  uint32_t claim;  // 0, or taken (atomicCAS_system) by the one wait that fills the rest
-  uint32_t code;   // 0: fine. Written last, after a system fence that orders all below before it.
+  uint32_t claim;  // 0, or taken by the one wait that fills the rest
+  uint32_t code;   // 0: fine
   int32_t op;      // Op of the task that waited
   int32_t rank;
   int64_t block, tile;
   int64_t counter, found, expected;
+};
+
+// One for each call that waited in vain, however many of its ranks and waits did.
+struct Report {
+  uint32_t number;  // from 1 on, over the process's life. Written last, after a system fence
+  uint64_t timeout_ns;
+  Status status;
+};
+
+// Call `number` reports at number % kReports: so many may go unread before one takes another's place, and even
+// then the numbers tell how many there were.
+inline constexpr uint32_t kReports = 16;
+struct Reports {
+  uint32_t last;  // number given; only this device's kernels touch it
+  Report at[kReports];
 };
 
 }  // namespace mok::cuda
