@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from typing import Any
 
 # This process asks what the GPU is while others measure on it.
@@ -119,10 +120,14 @@ def run_process(process: str, names: list[str], shape: Shape, options: argparse.
             os.killpg(child.pid, signal.SIGKILL)
             output, _ = child.communicate()
             reason = f"did not finish in {PROCESSES[process]} s"
-        if result.exists():
-            return json.loads(result.read_text())
-    print(output, file=sys.stderr)
-    return {"agreement": {}, "left_out": dict.fromkeys(names, reason), **{direction: {} for direction in DIRECTIONS}}
+        report = json.loads(result.read_text()) if result.exists() else None
+    if report is None or report["left_out"]:
+        print(output[-5000:], file=sys.stderr)
+    return report or {
+        "agreement": {},
+        "left_out": dict.fromkeys(names, reason),
+        **{direction: {} for direction in DIRECTIONS},
+    }
 
 
 def merge(report: dict[str, Any], process: str, part: dict[str, Any]) -> None:
@@ -148,37 +153,42 @@ def add_rates(report: dict[str, Any], shape: Shape) -> None:
 # ---- both ----
 
 
-def measure_here(report: dict[str, Any], names: list[str], shape: Shape, config, options: argparse.Namespace) -> None:
-    """Checks and times the contenders in this process. The package must be right; a rival that fails is left out."""
-    on_gpu = jax.default_backend() != "cpu"
+def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, routing: str):
+    """Each contender's two passes, checked. The package must be right; a rival that fails is left out."""
     calls: dict[str, dict[str, functools.partial]] = {}
-    wanted = None
-    # Nothing may be on the device before the first call of "cuda", whose peak memory counts.
-    for name in sorted(names, key=lambda name: name != "cuda"):
+    wanted: tuple[Any, Any] = (None, None)
+    # Nothing may have run on the device before "cuda", whose peak memory counts; what shares a reference follows it.
+    for name in sorted(names, key=lambda name: (name != "cuda", CONTENDERS[name].routing is not None)):
+        contender = CONTENDERS[name]
         try:
-            calls[name] = make_calls(make_problem(name, shape, config, options.routing))
-            if name == "cuda" and on_gpu:
-                report["peak"] = measure_peak(shape, config, calls[name][DIRECTIONS[1]])
-            if name == LIMIT:
-                continue
-            routing = CONTENDERS[name].routing or options.routing
-            if wanted is None or wanted[0] != routing:
-                wanted = routing, reference(shape, config, routing)
-            results = results_to_check(shape, calls[name][DIRECTIONS[1]])
-            report["agreement"][name] = check_agreement(name, shape, results, wanted[1])
+            passes = make_calls(make_problem(name, shape, config, routing))
+            if name == "cuda":
+                report["peak"] = measure_peak(shape, config, passes[DIRECTIONS[1]])
+            if name != LIMIT:
+                its_routing = contender.routing or routing
+                if wanted[0] != its_routing:
+                    wanted = its_routing, reference(shape, config, its_routing)
+                results = results_to_check(shape, passes[DIRECTIONS[1]])
+                report["agreement"][name] = check_agreement(name, shape, results, wanted[1])
+            calls[name] = passes
         except Exception as error:
-            if CONTENDERS[name].of_package:
+            if contender.of_package:
                 raise
-            calls.pop(name, None)
+            traceback.print_exc()
             report["left_out"][name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    wanted = results = None
+    return {name: calls[name] for name in names if name in calls}
+
+
+def measure_here(report: dict[str, Any], names: list[str], shape: Shape, config, options: argparse.Namespace) -> None:
+    """Checks and times the contenders in this process."""
+    calls = prepare(report, names, shape, config, options.routing)
     for direction in DIRECTIONS:
-        passes = {name: calls[name][direction] for name in names if name in calls}
-        if on_gpu:
-            report[direction] = both_orders({name: sampler(call) for name, call in passes.items()})
-        else:
+        passes = {name: calls[name][direction] for name in calls}
+        if jax.default_backend() == "cpu":
             times = measure(passes, options.repeats)
             report[direction] = {name: {"median_ms": statistics.median(ms), "ms": ms} for name, ms in times.items()}
+        else:
+            report[direction] = both_orders({name: sampler(call) for name, call in passes.items()})
 
 
 def machine() -> dict[str, Any]:
@@ -230,8 +240,12 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Shape, mok_j
             raise ValueError(f"--top-k must be at most --experts {shape.experts}, got {shape.top_k}")
         config = mok_jax.MoKConfig(**{name: getattr(options, name) for name in CONFIG})
         default = ON_CPU if jax.default_backend() == "cpu" else ON_GPU
-        options.contenders = _names("--contenders", options.contenders or default, shape)
-        options.memory = _names("--memory", options.memory, shape) if jax.default_backend() == "cpu" else []
+        named = _names("--contenders", options.contenders or default, shape)
+        options.contenders = [name for name, reason in named.items() if reason is None]
+        options.left_out = {name: reason for name, reason in named.items() if reason is not None}
+        named = _names("--memory", options.memory, shape)
+        on_cpu = jax.default_backend() == "cpu"
+        options.memory = [name for name, reason in named.items() if on_cpu and reason is None]
     except ValueError as error:
         parser.exit(2, f"bench_layer: {error}\n")
     return options, shape, config
@@ -241,18 +255,14 @@ def _describe_shapes() -> str:
     return "; ".join(f"{name} {', '.join(map(str, dataclasses.astuple(shape)))}" for name, shape in SHAPES.items())
 
 
-def _names(flag: str, text: str, shape: Shape) -> list[str]:
-    """The named contenders without those that cannot run here, with the reason on stderr."""
+def _names(flag: str, text: str, shape: Shape) -> dict[str, str | None]:
+    """The named contenders, each with why it cannot run here, or None where it can."""
     names = [name for name in text.split(",") if name]
     known = [*CONTENDERS, "torch_tuned", "torch_compile"]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"{flag} must name some of {', '.join(known)}, got {unknown[0]!r}")
-    refused = {name: _why_not(name, shape) for name in names}
-    for name, reason in refused.items():
-        if reason is not None:
-            print(f"{name} left out: {reason}", file=sys.stderr)
-    return [name for name in names if refused[name] is None]
+    return {name: _why_not(name, shape) for name in names}
 
 
 def _why_not(name: str, shape: Shape) -> str | None:
@@ -274,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
         "forward_flops": shape.forward_flops,
         "config": dataclasses.asdict(config),
         "agreement": {},
-        "left_out": {},
+        "left_out": options.left_out,
         "memory": measure_growth(options.memory, shape, config),
         "peak": None,
         **{direction: {} for direction in DIRECTIONS},

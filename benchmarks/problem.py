@@ -1,6 +1,7 @@
 """One contender's arrays and its two jitted passes, and whether its results are right. Called by bench_layer.py."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,13 @@ class Problem(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _normal(key, sizes, scale, dtype):
-    return (jax.random.normal(key, sizes, jnp.float32) * scale).astype(dtype)
+    """A row block (an expert, a token) at a time, lest its float32 be the peak of the process's memory."""
+    keys = jax.random.split(key, sizes[0])
+    return jax.lax.map(
+        lambda key: (jax.random.normal(key, sizes[1:], jnp.float32) * scale).astype(dtype),
+        keys,
+        batch_size=max(1, min(sizes[0], 2**24 // math.prod(sizes[1:]))),
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -64,16 +71,21 @@ def _limit(shape: Shape) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     return tuple(arrays[: len(sizes)]), tuple(arrays[len(sizes) :])
 
 
-def make_calls(problem: Problem) -> dict[str, functools.partial]:
-    """The two passes as jitted calls without arguments; the second returns y and every gradient."""
+def _both(function):
+    """(ids, arguments, dy) -> y and every gradient."""
 
     def both(ids, arguments, d_y):
-        y, backward = jax.vjp(functools.partial(problem.function, ids), *arguments)
+        y, backward = jax.vjp(functools.partial(function, ids), *arguments)
         return y, *backward(d_y)
 
+    return both
+
+
+def make_calls(problem: Problem) -> dict[str, functools.partial]:
+    """The two passes as jitted calls without arguments; the second returns y and every gradient."""
     calls = (
         functools.partial(jax.jit(problem.function), problem.ids, *problem.arguments),
-        functools.partial(jax.jit(both), problem.ids, problem.arguments, problem.d_y),
+        functools.partial(jax.jit(_both(problem.function)), problem.ids, problem.arguments, problem.d_y),
     )
     return dict(zip(DIRECTIONS, calls, strict=True))
 
@@ -86,14 +98,17 @@ def checked_tokens(shape: Shape) -> int:
     return shape.tokens if jax.default_backend() == "cpu" else min(shape.tokens, CHECKED_TOKENS)
 
 
+@functools.lru_cache(maxsize=1)
+def _reference(config: mok_jax.MoKConfig):
+    """Compiled once, for both routings."""
+    return jax.jit(_both(CONTENDERS["reference"].make(config)))
+
+
 def reference(shape: Shape, config: mok_jax.MoKConfig, routing: str) -> tuple[jax.Array, ...]:
     """y and all gradients of the package's reference for the first of the tokens."""
     few = checked_tokens(shape)
     _, ids, (x, router_weights, *weights), d_y = make_problem("reference", shape, config, routing)
-    problem = Problem(
-        CONTENDERS["reference"].make(config), ids[:few], (x[:few], router_weights[:few], *weights), d_y[:few]
-    )
-    return make_calls(problem)[DIRECTIONS[1]]()
+    return _reference(config)(ids[:few], (x[:few], router_weights[:few], *weights), d_y[:few])
 
 
 def results_to_check(shape: Shape, call: functools.partial) -> list[jax.Array]:
@@ -108,16 +123,18 @@ def results_to_check(shape: Shape, call: functools.partial) -> list[jax.Array]:
 
 @jax.jit
 def _relative_error(value, wanted):
+    finite = jnp.isfinite(value).all()  # of all tokens; XLA's maximum may overlook a NaN
     value, wanted = value[: wanted.shape[0]].astype(jnp.float32), wanted.astype(jnp.float32)
     axes = tuple(range(1, wanted.ndim)) if wanted.ndim == 3 else None  # an expert's gradient by itself
     difference = jnp.abs(value - wanted).max(axis=axes)
     size = jnp.abs(wanted).max(axis=axes)
-    # An expert without rows has an exactly zero gradient; NaN is never within a bound.
-    return jnp.where(difference == 0, 0.0, difference / jnp.maximum(size, jnp.finfo(jnp.float32).tiny)).max()
+    # An expert without rows has an exactly zero gradient.
+    relative = jnp.where(difference == 0, 0.0, difference / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
+    return jnp.where(finite, relative.max(), jnp.nan)
 
 
 def check_agreement(name: str, shape: Shape, results, wanted) -> dict[str, float]:
-    """Each tensor's largest relative error; raises ValueError beyond the dtype's bound."""
+    """Each tensor's largest relative error; raises ValueError beyond the dtype's bound, where NaN always is."""
     errors = {}
     for tensor, value, exact in zip(TENSORS, results, wanted, strict=True):
         errors[tensor] = float(_relative_error(value, exact))

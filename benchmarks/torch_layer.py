@@ -14,6 +14,7 @@ import argparse
 import functools
 import json
 import pathlib
+import traceback
 from typing import Any
 
 import torch
@@ -220,7 +221,7 @@ def check(name, shape, results, wanted) -> dict[str, float]:
         difference = (value[: exact.shape[0]].float() - exact.float()).abs().amax(axes)
         size = exact.float().abs().amax(axes)
         relative = torch.where(difference == 0, 0.0, difference / size)
-        errors[tensor] = relative.max().item()
+        errors[tensor] = relative.max().item() if value.isfinite().all() else float("nan")
         if not errors[tensor] <= BOUNDS[shape.dtype]:
             raise ValueError(f"{name}: {tensor} must be within {BOUNDS[shape.dtype]}, got {errors[tensor]:.2e}")
     return errors
@@ -267,8 +268,9 @@ def main() -> None:
                 results = both(functions[name], ids, arguments, d_few)
                 report["agreement"][name] = check(name, shape, results, wanted)
         except Exception as error:
-            report["left_out"][name] = str(error).splitlines()[0]
-            del functions[name]
+            traceback.print_exc()
+            report["left_out"][name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            functions.pop(name, None)
     del wanted, d_few
     for direction, pass_ in PASSES.items():
         samples = {
