@@ -3,8 +3,9 @@
 A rival is the layer as a JAX user would stitch it together from grouped products: sort by expert, gather, gate and
 up as one product, silu(g)*u*w, down, and a sum over each token's rows by gathering (never by scattering), with a
 backward pass of the same kind. Sources of the products, read at these versions: jax 0.11.2,
-`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` and `transposed_ragged_dot_mgpu`; tokamax 0.0.17,
-`tokamax._src.ops.ragged_dot`, with the tiles of its own H100 autotuning database.
+`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` and `transposed_ragged_dot_mgpu`; tokamax 0.0.14,
+`tokamax._src.ops.ragged_dot`, with the tiles that its own autotuning database has for an H100 at such sizes (the last
+version whose Triton kernel is Pallas; later ones need triton 3.7, and their Mosaic kernel is the same).
 """
 
 import functools
@@ -165,7 +166,7 @@ def tokamax_products() -> Products:
     """tokamax's Mosaic kernel, and its Triton one for weight gradients, where it is three times as fast."""
     base, mosaic, triton = (
         importlib.import_module(f"tokamax._src.ops.ragged_dot.{name}")
-        for name in ("base", "pallas_mosaic_gpu", "triton")
+        for name in ("base", "pallas_mosaic_gpu", "pallas_triton")
     )
 
     def run(op, numbers, a, b, counts):
@@ -187,7 +188,7 @@ def tokamax_products() -> Products:
 
     config = triton.Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)
     weight_gradient = functools.partial(
-        run, triton.TritonRaggedDot(config=config), base.RAGGED_CONTRACTING_DOT_DIM_NUMS
+        run, triton.PallasTritonRaggedDot(config=config), base.RAGGED_CONTRACTING_DOT_DIM_NUMS
     )
     return Products(
         functools.partial(dot, base.DEFAULT_RAGGED_DOT_DIM_NUMS),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mok_jax
+from mok_jax import ops
 
 if not (pathlib.Path(__file__).parents[1] / "benchmarks").is_dir():
     pytest.skip("an installed wheel is tested without the benchmarks", allow_module_level=True)
@@ -210,6 +211,27 @@ def test_formula_is_what_xla_plans(config):
     planned = call.func.lower(*call.args).compile().memory_analysis()
     total = planned.argument_size_in_bytes + planned.output_size_in_bytes + planned.temp_size_in_bytes
     assert formula <= total <= 1.02 * formula
+
+
+@pytest.mark.parametrize("name", protocol.SHAPES)
+def test_readme_formula_is_the_packages_on_hopper(name):
+    try:
+        ops.cuda()
+    except ImportError as error:
+        pytest.skip(str(error))
+    shape = protocol.SHAPES[name]
+    sizes = (shape.tokens, shape.hidden, shape.intermediate, 0, shape.experts, 1, shape.top_k)
+    dims = ops.Dims(*sizes, jnp.dtype(shape.dtype), CONFIG, "cuda", ops.Gpu((9, 0), None))
+    plan = dims.plan()
+    assert plan.capacity == (shape.rows + 127 * shape.experts) // 128 * 128
+    assert plan.macrobatch - plan.capacity in range(plan.minibatch)
+    rows, hidden, width = plan.macrobatch, shape.hidden, shape.intermediate
+    forward = 2 * (rows * (hidden + width) + shape.rows * hidden)
+    backward = 2 * (rows * (2 * hidden + 3 * width) + shape.rows * hidden)
+    backward += 4 * shape.rows + 4 * rows * -(-width // 256)
+    few = 500_000
+    assert dims.workspace_bytes(False, True, 0) - forward in range(few)
+    assert dims.workspace_bytes(True, True, ops.GATE_UP | ops.DOWN) - backward in range(few)
 
 
 # ---- the whole, on this CPU ----
