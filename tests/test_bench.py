@@ -1,5 +1,6 @@
 """The parts of the benchmark that need no GPU: shapes, routing, the steady protocol, rivals, the memory formula."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -18,6 +19,7 @@ import memory
 import problem
 import protocol
 import rivals
+from report import table
 
 SMALL = protocol.Shape(tokens=96, hidden=64, intermediate=40, experts=12, top_k=3, dtype="float32")
 CONFIG = mok_jax.MoKConfig()
@@ -232,6 +234,88 @@ def test_readme_formula_is_the_packages_on_hopper(name):
     few = 500_000
     assert dims.workspace_bytes(False, True, 0) - forward in range(few)
     assert dims.workspace_bytes(True, True, ops.GATE_UP | ops.DOWN) - backward in range(few)
+
+
+# ---- the torch layers ----
+
+
+@pytest.mark.parametrize("name", ["torch_tuned", "plain"])
+@pytest.mark.parametrize("routing", protocol.ROUTINGS)
+def test_torch_layers_agree(name, routing):
+    pytest.importorskip("torch")
+    import torch_layer
+
+    layer = torch_layer.plain_layer if name == "plain" else torch_layer.LAYERS[name]()
+    (ids, arguments, d_y), _ = torch_layer.make_problem(SMALL, routing, "cpu")
+    wanted = torch_layer.both(torch_layer.reference, ids, arguments, d_y)
+    torch_layer.check(name, SMALL, torch_layer.both(layer, ids, arguments, d_y), wanted)
+
+
+# ---- processes and reports ----
+
+
+def options_of(*arguments):
+    return bench_layer.parse([*arguments, "--memory", ""])[0]
+
+
+def test_a_process_of_its_own():
+    report = bench_layer.run_process("jax", ["host", "tokamax"], SMALL, options_of("--repeats", "1"))
+    assert list(report["agreement"]) == ["host"]
+    assert report["left_out"] == {"tokamax": "it needs a GPU"}
+    assert [list(report[direction]) for direction in protocol.DIRECTIONS] == [["matmul", "host"]] * 2
+    assert report["shape"] == dataclasses.asdict(SMALL)
+
+
+def test_a_process_that_takes_too_long(monkeypatch):
+    monkeypatch.setitem(bench_layer.PROCESSES, "jax", 0.1)
+    report = bench_layer.run_process("jax", ["host", "tokamax"], SMALL, options_of())
+    assert report["left_out"] == dict.fromkeys(["host", "tokamax"], "did not finish in 0.1 s")
+
+
+def test_a_process_that_fails():
+    shape = dataclasses.replace(SMALL, top_k=13)
+    report = bench_layer.run_process("jax", ["host"], shape, options_of())
+    assert report["left_out"]["host"].startswith("its process ended with 2: bench_layer: --top-k must be at most")
+
+
+def test_shares_are_of_the_limit_of_the_same_process():
+    merged = {"agreement": {}, "left_out": {}, "peak": None, "forward": {}, "forward+backward": {}}
+    for process, name, limit in (("torch", "torch_tuned", 2.0), ("jax", "cuda", 3.0)):
+        times = {"matmul": {"median_ms": limit}, name: {"median_ms": 4.0}}
+        part = {"agreement": {}, "left_out": {}} | {
+            d: {n: dict(p) for n, p in times.items()} for d in protocol.DIRECTIONS
+        }
+        bench_layer.add_rates(part, SMALL)
+        bench_layer.merge(merged, process, part)
+    forward, both = (merged[direction] for direction in protocol.DIRECTIONS)
+    assert {name: point["share"] for name, point in forward.items()} == {
+        "matmul in torch": 1.0,
+        "torch_tuned": 0.5,
+        "matmul in jax": 1.0,
+        "cuda": 0.75,
+    }
+    assert forward["cuda"]["tflops"] == pytest.approx(6 * 96 * 3 * 64 * 40 / 4e-3 / 1e12)
+    assert both["cuda"]["tflops"] == pytest.approx(3 * forward["cuda"]["tflops"])
+
+
+def test_table_of_a_gpu():
+    point = {"median_ms": 2.0, "tflops": 500.4, "share": 0.8}
+    times = {"matmul in jax": point, "cuda": point, "cuda_skewed": point | {"median_ms": 2.1}}
+    report = {
+        "shape": dataclasses.asdict(SMALL),
+        "machine": {"platform": "gpu", "device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-29"},
+        "routing": "uniform",
+        "memory": {},
+        "peak": {"peak_bytes": 101 * 2**28, "formula_bytes": 100 * 2**28, "parts": {"ring": 100 * 2**28}},
+        "left_out": {"ragged_dot": "did not finish in 45 s"},
+        **dict.fromkeys(protocol.DIRECTIONS, times),
+    }
+    lines = table(report).splitlines()
+    assert lines[0].endswith("float32, uniform routing; NVIDIA H200, jax 0.11.2, 2026-11-29")
+    assert lines[1] == "peak memory of cuda, GiB: 25.25, +1.0% against the formula's 25.00 (ring 25.00)"
+    assert lines[4].split() == ["cuda", "2.000", "500", "0.800", "2.000", "500", "0.800"]
+    assert lines[-2] == "skewed routing costs cuda +5.0% forward, +5.0% forward+backward"
+    assert lines[-1] == "ragged_dot left out: did not finish in 45 s"
 
 
 # ---- the whole, on this CPU ----
