@@ -1,0 +1,99 @@
+"""What a run of bench_layer.py prints and draws."""
+
+import pathlib
+from typing import Any
+
+from protocol import DIRECTIONS, LIMIT
+
+from mok_jax.moe import IMPLEMENTATIONS
+
+COLORS = {"cuda": "tab:red", "host": "tab:orange", LIMIT: "0.5", "xla": "tab:green", "dense": "tab:purple"}
+MEBI, GIBI = 2**20, 2**30
+
+
+def table(report: dict[str, Any]) -> str:
+    """The short table that ends a run."""
+    shape, machine = report["shape"], report["machine"]
+    place = machine["device"] if machine["platform"] != "cpu" else "{cores} cores of {cpu}".format(**machine)
+    lines = [
+        "T {tokens}, H {hidden}, I {intermediate}, E {experts}, K {top_k}, {dtype}, ".format(**shape)
+        + f"{report['routing']} routing; {place}, jax {machine['jax']}, {machine['date']}"
+    ]
+    lines += [_growth(name, point) for name, point in report["memory"].items()]
+    if report["peak"]:
+        lines.append(_peak(report["peak"]))
+    lines += _rates(report) if machine["platform"] != "cpu" else _ratios(report)
+    lines += [f"{name} left out: {reason}" for name, reason in report["left_out"].items()]
+    return "\n".join(lines)
+
+
+def _growth(name: str, point: dict[str, Any]) -> str:
+    points = zip(point["tokens"], point["resident_bytes"], strict=True)
+    sizes = ", ".join(f"{b / MEBI:.0f} at T {t}" for t, b in points)
+    slopes = ", ".join(f"{b / 1024:.1f}" for b in point["bytes_per_further_token"])
+    verdict = "linearly" if point["linear"] else "FASTER than linearly"
+    return f"memory of {name}, MiB: {sizes}; KiB a further token: {slopes}: grows {verdict} with T"
+
+
+def _peak(peak: dict[str, Any]) -> str:
+    parts = ", ".join(f"{name} {size / GIBI:.2f}" for name, size in peak["parts"].items())
+    more = peak["peak_bytes"] / peak["formula_bytes"] - 1
+    return (
+        f"peak memory of cuda, GiB: {peak['peak_bytes'] / GIBI:.2f}, {more:+.1%} against the formula's "
+        f"{peak['formula_bytes'] / GIBI:.2f} ({parts})"
+    )
+
+
+def _ratios(report: dict[str, Any]) -> list[str]:
+    """Times, and what they are of the limit and of the package's first implementation."""
+    names = list(report[DIRECTIONS[0]])
+    rivals = [name for name in (LIMIT, *IMPLEMENTATIONS) if name in names][:2]
+    width = max(map(len, names)) + 2
+    header = "".join(f"{'/ ' + rival:>12}" for rival in rivals)
+    lines = [f"{'':{width}}" + "".join(f"{title:>18}{header}" for title in ("forward ms", "fwd+bwd ms"))]
+    for name in names:
+        row = f"{name:{width}}"
+        for direction in DIRECTIONS:
+            median = report[direction][name]["median_ms"]
+            ratios = "".join(f"{median / report[direction][rival]['median_ms']:12.2f}" for rival in rivals)
+            row += f"{median:18.2f}{ratios}"
+        lines.append(row)
+    return lines
+
+
+def _rates(report: dict[str, Any]) -> list[str]:
+    """Times, rates, and shares of the limit that the same process measured."""
+    header = "".join(f"{title:>14}{'TFLOP/s':>9}{'share':>7}" for title in ("forward ms", "fwd+bwd ms"))
+    lines = [f"{'':20}{header}"]
+    for name in report[DIRECTIONS[0]]:
+        points = [report[direction][name] for direction in DIRECTIONS]
+        row = "".join(f"{p['median_ms']:14.3f}{p['tflops']:9.0f}{p.get('share', float('nan')):7.3f}" for p in points)
+        lines.append(f"{name:20}{row}")
+    if "cuda_skewed" in report[DIRECTIONS[0]] and "cuda" in report[DIRECTIONS[0]]:
+        costs = [report[d]["cuda_skewed"]["median_ms"] / report[d]["cuda"]["median_ms"] for d in DIRECTIONS]
+        lines.append(f"skewed routing costs cuda {costs[0] - 1:+.1%} forward, {costs[1] - 1:+.1%} forward+backward")
+    return lines
+
+
+def draw(path: pathlib.Path, report: dict[str, Any]) -> None:
+    """Bars of both passes, and memory over T where it was measured."""
+    from matplotlib.figure import Figure  # only here: the benchmark itself needs no matplotlib
+
+    panels = 2 + bool(report["memory"])
+    figure = Figure(figsize=(4.5 * panels, 3.5), layout="constrained")
+    axes = figure.subplots(1, panels)
+    for axis, direction in zip(axes, DIRECTIONS, strict=False):
+        names = list(report[direction])[::-1]
+        medians = [report[direction][name]["median_ms"] for name in names]
+        bars = axis.barh(names, medians, color=[COLORS.get(name, "tab:blue") for name in names])
+        axis.bar_label(bars, [f"{median:,.1f}" for median in medians], padding=3)
+        axis.margins(x=0.25)
+        axis.set(title=direction, xlabel="ms, median")
+    for name, point in report["memory"].items():
+        mebibytes = [b / MEBI for b in point["resident_bytes"]]
+        axes[-1].plot(point["tokens"], mebibytes, marker="o", label=name, color=COLORS.get(name, "tab:blue"))
+    if report["memory"]:
+        axes[-1].set(title="peak memory, forward+backward", xlabel="tokens", ylabel="MiB", xlim=0, ylim=0)
+        axes[-1].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

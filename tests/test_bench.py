@@ -1,0 +1,331 @@
+"""The parts of the benchmark that need no GPU: shapes, routing, the steady protocol, rivals, the memory formula."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mok_jax
+from mok_jax import ops
+
+if not (pathlib.Path(__file__).parents[1] / "benchmarks").is_dir():
+    pytest.skip("an installed wheel is tested without the benchmarks", allow_module_level=True)
+
+import bench_layer
+import memory
+import problem
+import protocol
+import rivals
+from report import table
+
+SMALL = protocol.Shape(tokens=96, hidden=64, intermediate=40, experts=12, top_k=3, dtype="float32")
+CONFIG = mok_jax.MoKConfig()
+
+
+@pytest.mark.parametrize("name", protocol.SHAPES)
+def test_shape_names(name):
+    _, shape, _ = bench_layer.parse(["--shape", name, "--contenders", "matmul", "--memory", ""])
+    assert shape == protocol.SHAPES[name]
+
+
+def test_sizes_override_a_shape():
+    _, shape, _ = bench_layer.parse(["--shape", "S4", "--tokens", "64", "--contenders", "matmul", "--memory", ""])
+    assert (shape.tokens, shape.hidden, shape.dtype) == (64, 2048, "bfloat16")
+
+
+def test_default_shape():
+    options, shape, _ = bench_layer.parse([])
+    assert shape == protocol.Shape(2048, 512, 1024, 16, 2, "float32")
+    assert options.contenders == ["matmul", "host", "xla", "ragged_dot", "dense"]
+    assert list(options.left_out) == ["cuda"]
+
+
+@pytest.mark.parametrize("name", ["torch_tuned", "tokamax", "pallas_mgpu", "cuda_skewed"])
+def test_what_needs_a_gpu_is_left_out(name):
+    options, _, _ = bench_layer.parse(["--contenders", f"matmul,{name}"])
+    assert options.contenders == ["matmul"]
+    assert "needs" in options.left_out[name]
+
+
+def test_dense_is_left_out_where_it_does_too_much():
+    options, _, _ = bench_layer.parse(["--shape", "S2", "--contenders", "dense", "--memory", ""])
+    assert options.left_out == {"dense": "it does 16 times the layer's work, more than 8 times"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--contenders", "nobody"], "--contenders must name some of matmul, cuda"),
+        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--top-k", "17"], "--top-k must be at most --experts 16, got 17"),
+    ],
+)
+def test_refusals(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bench_layer.parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("routing", protocol.ROUTINGS)
+def test_router_weights(routing):
+    ids, weights = protocol.route(SMALL, routing)
+    assert (ids.shape, ids.dtype, weights.dtype) == ((96, 3), np.int32, np.float32)
+    assert ((ids >= 0) & (ids < SMALL.experts)).all()
+    assert ((weights > 0) & (weights.sum(axis=1, keepdims=True) <= 1 + 1e-6)).all()
+
+
+def test_uniform_routing_names_the_likeliest_experts():
+    ids, weights = protocol.route(SMALL)
+    logits = np.random.default_rng(0).standard_normal((96, 12), np.float32)
+    assert (np.sort(ids) == np.sort(np.argsort(-logits)[:, :3])).all()
+    softmax = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(weights, np.take_along_axis(softmax, ids, axis=1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", protocol.SHAPES)
+def test_skewed_routing_is_what_the_name_promises(name):
+    shape = protocol.SHAPES[name]
+    ids, _ = protocol.route(shape, "skewed")
+    counts = np.bincount(ids.reshape(-1), minlength=shape.experts)
+    assert counts.max() == shape.rows // 4
+    assert (counts == 0).sum() == -(-shape.experts // 10)
+    others = counts[(counts > 0) & (counts < counts.max())]
+    assert others.max() < 1.3 * others.mean()
+
+
+def test_skewed_routing_refuses_too_few_experts():
+    with pytest.raises(ValueError, match="needs more experts: top_k 4, but only 2 are left"):
+        protocol.route(protocol.Shape(8, 8, 8, 4, 4, "float32"), "skewed")
+
+
+# ---- the protocol, on a device whose clock is a variable ----
+
+
+class Device:
+    """Runs queued calls one after the other; the host waits only in `wait`."""
+
+    def __init__(self, milliseconds):
+        self.milliseconds, self.now, self.busy_until, self.idle, self.calls = milliseconds, 0.0, 0.0, 0.0, 0
+
+    def queue(self, calls):
+        self.idle += max(0.0, self.now - self.busy_until)
+        for _ in range(calls):
+            self.busy_until = max(self.busy_until, self.now) + self.milliseconds(self.calls) / 1e3
+            self.calls += 1
+        return self.busy_until
+
+    def wait(self, end):
+        self.now = max(self.now, end)
+
+    def clock(self):
+        return self.now
+
+    def steady(self):
+        return protocol.steady(self.queue, self.wait, self.clock)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "samples", "batch"),
+    [(3, 16, 7), (25, 16, 1), (240, 6, 1), (2000, 3, 1)],
+    ids=["fast", "medium", "slow", "slowest"],
+)
+def test_steady_samples(milliseconds, samples, batch):
+    device = Device(lambda call: milliseconds)
+    assert device.steady() == pytest.approx([milliseconds] * samples)
+    warm = -(-500 // milliseconds)
+    assert device.calls == 2 + warm + samples * batch
+
+
+def test_steady_leaves_the_device_no_pause():
+    device = Device(lambda call: 3)
+    device.steady()
+    assert device.idle == 0
+
+
+def test_steady_does_not_see_the_cold_calls():
+    device = Device(lambda call: 2 if device.busy_until < 0.1 else 3)
+    assert device.steady() == pytest.approx([3] * 16)
+
+
+def test_both_orders_average_the_medians():
+    order = []
+
+    def sample(name, runs):
+        order.append(name)
+        return runs[order.count(name) - 1]
+
+    contenders = {"a": [[1, 2, 9], [4, 4, 4]], "b": [[5, 5, 5], [6, 6, 6]]}
+    result = protocol.both_orders({name: lambda n=name, r=runs: sample(n, r) for name, runs in contenders.items()})
+    assert order == ["a", "b", "b", "a"]
+    assert result == {"a": {"median_ms": 3, "ms": contenders["a"]}, "b": {"median_ms": 5.5, "ms": contenders["b"]}}
+
+
+# ---- rivals ----
+
+
+@pytest.fixture
+def stitched(monkeypatch):
+    """The stitched layer on products that run anywhere, as the contender "pallas_mgpu"."""
+    contender = rivals.CONTENDERS["pallas_mgpu"]
+    layer = contender._replace(make=lambda config: rivals.stitched(rivals.xla_products()))
+    monkeypatch.setitem(rivals.CONTENDERS, "pallas_mgpu", layer)
+    return "pallas_mgpu"
+
+
+def errors_of(name, shape, routing="uniform"):
+    calls = problem.make_calls(problem.make_problem(name, shape, CONFIG, routing))
+    results = problem.results_to_check(shape, calls["forward+backward"])
+    return problem.check_agreement(name, shape, results, problem.reference(shape, CONFIG, routing))
+
+
+@pytest.mark.parametrize("routing", protocol.ROUTINGS)
+def test_stitched_layer_agrees(stitched, routing):
+    assert list(errors_of(stitched, SMALL, routing)) == list(protocol.TENSORS)
+
+
+def test_some_tokens_are_checked_in_the_program_that_runs_on_all(stitched, monkeypatch):
+    monkeypatch.setattr(problem, "checked_tokens", lambda shape: 32)
+    assert problem.reference(SMALL, CONFIG, "uniform")[0].shape == (32, 64)
+    errors_of(stitched, SMALL)
+    errors_of("host", SMALL)
+
+
+@pytest.mark.parametrize("tensor", protocol.TENSORS)
+def test_a_wrong_tensor_is_named(tensor):
+    wanted = problem.reference(SMALL, CONFIG, "uniform")
+    index = protocol.TENSORS.index(tensor)
+    results = [w.at[(0,) * w.ndim].add(jnp.nan if i == index else 0.0) for i, w in enumerate(wanted)]
+    with pytest.raises(ValueError, match=f"somebody: {tensor} must be within"):
+        problem.check_agreement("somebody", SMALL, results, wanted)
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("config", [CONFIG, mok_jax.MoKConfig(save_context=False)], ids=["context", "recomputed"])
+def test_formula_is_what_xla_plans(config):
+    shape = protocol.Shape(tokens=512, hidden=128, intermediate=192, experts=6, top_k=3, dtype="bfloat16")
+    formula = sum(memory.formula_bytes(shape, config, "host").values())
+    call = problem.make_calls(problem.make_problem("host", shape, config))["forward+backward"]
+    planned = call.func.lower(*call.args).compile().memory_analysis()
+    total = planned.argument_size_in_bytes + planned.output_size_in_bytes + planned.temp_size_in_bytes
+    assert formula <= total <= 1.02 * formula
+
+
+@pytest.mark.parametrize("name", protocol.SHAPES)
+def test_readme_formula_is_the_packages_on_hopper(name):
+    try:
+        ops.cuda()
+    except ImportError as error:
+        pytest.skip(str(error))
+    shape = protocol.SHAPES[name]
+    sizes = (shape.tokens, shape.hidden, shape.intermediate, 0, shape.experts, 1, shape.top_k)
+    dims = ops.Dims(*sizes, jnp.dtype(shape.dtype), CONFIG, "cuda", ops.Gpu((9, 0), None))
+    plan = dims.plan()
+    assert plan.capacity == (shape.rows + 127 * shape.experts) // 128 * 128
+    assert plan.macrobatch - plan.capacity in range(plan.minibatch)
+    rows, hidden, width = plan.macrobatch, shape.hidden, shape.intermediate
+    forward = 2 * (rows * (hidden + width) + shape.rows * hidden)
+    backward = 2 * (rows * (2 * hidden + 3 * width) + shape.rows * hidden)
+    backward += 4 * shape.rows + 4 * rows * -(-width // 256)
+    few = 500_000
+    assert dims.workspace_bytes(False, True, 0) - forward in range(few)
+    assert dims.workspace_bytes(True, True, ops.GATE_UP | ops.DOWN) - backward in range(few)
+
+
+# ---- the torch layers ----
+
+
+@pytest.mark.parametrize("name", ["torch_tuned", "plain"])
+@pytest.mark.parametrize("routing", protocol.ROUTINGS)
+def test_torch_layers_agree(name, routing):
+    pytest.importorskip("torch")
+    import torch_layer
+
+    layer = torch_layer.plain_layer if name == "plain" else torch_layer.LAYERS[name]()
+    (ids, arguments, d_y), _ = torch_layer.make_problem(SMALL, routing, "cpu")
+    wanted = torch_layer.both(torch_layer.reference, ids, arguments, d_y)
+    torch_layer.check(name, SMALL, torch_layer.both(layer, ids, arguments, d_y), wanted)
+
+
+# ---- processes and reports ----
+
+
+def options_of(*arguments):
+    return bench_layer.parse([*arguments, "--memory", ""])[0]
+
+
+def test_a_process_of_its_own():
+    report = bench_layer.run_process("jax", ["host", "tokamax"], SMALL, options_of("--repeats", "1"))
+    assert list(report["agreement"]) == ["host"]
+    assert report["left_out"] == {"tokamax": "it needs a GPU"}
+    assert [list(report[direction]) for direction in protocol.DIRECTIONS] == [["matmul", "host"]] * 2
+    assert report["shape"] == dataclasses.asdict(SMALL)
+
+
+def test_a_process_that_takes_too_long(monkeypatch):
+    monkeypatch.setitem(bench_layer.PROCESSES, "jax", 0.1)
+    report = bench_layer.run_process("jax", ["host", "tokamax"], SMALL, options_of())
+    assert report["left_out"] == dict.fromkeys(["host", "tokamax"], "did not finish in 0.1 s")
+
+
+def test_a_process_that_fails():
+    shape = dataclasses.replace(SMALL, top_k=13)
+    report = bench_layer.run_process("jax", ["host"], shape, options_of())
+    assert report["left_out"]["host"].startswith("its process ended with 2: bench_layer: --top-k must be at most")
+
+
+def test_shares_are_of_the_limit_of_the_same_process():
+    merged = {"agreement": {}, "left_out": {}, "peak": None, "forward": {}, "forward+backward": {}}
+    for process, name, limit in (("torch", "torch_tuned", 2.0), ("jax", "cuda", 3.0)):
+        times = {"matmul": {"median_ms": limit}, name: {"median_ms": 4.0}}
+        part = {"agreement": {}, "left_out": {}} | {
+            d: {n: dict(p) for n, p in times.items()} for d in protocol.DIRECTIONS
+        }
+        bench_layer.add_rates(part, SMALL)
+        bench_layer.merge(merged, process, part)
+    forward, both = (merged[direction] for direction in protocol.DIRECTIONS)
+    assert {name: point["share"] for name, point in forward.items()} == {
+        "matmul in torch": 1.0,
+        "torch_tuned": 0.5,
+        "matmul in jax": 1.0,
+        "cuda": 0.75,
+    }
+    assert forward["cuda"]["tflops"] == pytest.approx(6 * 96 * 3 * 64 * 40 / 4e-3 / 1e12)
+    assert both["cuda"]["tflops"] == pytest.approx(3 * forward["cuda"]["tflops"])
+
+
+def test_table_of_a_gpu():
+    point = {"median_ms": 2.0, "tflops": 500.4, "share": 0.8}
+    times = {"matmul in jax": point, "cuda": point, "cuda_skewed": point | {"median_ms": 2.1}}
+    report = {
+        "shape": dataclasses.asdict(SMALL),
+        "machine": {"platform": "gpu", "device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-29"},
+        "routing": "uniform",
+        "memory": {},
+        "peak": {"peak_bytes": 101 * 2**28, "formula_bytes": 100 * 2**28, "parts": {"ring": 100 * 2**28}},
+        "left_out": {"ragged_dot": "did not finish in 45 s"},
+        **dict.fromkeys(protocol.DIRECTIONS, times),
+    }
+    lines = table(report).splitlines()
+    assert lines[0].endswith("float32, uniform routing; NVIDIA H200, jax 0.11.2, 2026-11-29")
+    assert lines[1] == "peak memory of cuda, GiB: 25.25, +1.0% against the formula's 25.00 (ring 25.00)"
+    assert lines[4].split() == ["cuda", "2.000", "500", "0.800", "2.000", "500", "0.800"]
+    assert lines[-2] == "skewed routing costs cuda +5.0% forward, +5.0% forward+backward"
+    assert lines[-1] == "ragged_dot left out: did not finish in 45 s"
+
+
+# ---- the whole, on this CPU ----
+
+
+def test_a_small_run(tmp_path, capsys):
+    sizes = "--tokens=64 --hidden=32 --intermediate=48 --experts=8 --top-k=2 --repeats=1 --memory= --routing=skewed"
+    bench_layer.main([*sizes.split(), "--contenders", "matmul,host", "--json", str(tmp_path / "a" / "report.json")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("y and gradients agree with the reference within 2e-05: host")
+    assert [line.split()[0] for line in lines[-2:]] == ["matmul", "host"]
+    assert (tmp_path / "a" / "report.json").exists()
+    assert jax.default_backend() == "cpu"
