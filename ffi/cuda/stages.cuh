@@ -238,9 +238,11 @@ class Stages {
         if (half == 0 || group < 7) load(group + half, 1 - half);
         Vector<float> d_h;
         d_h.FromSums(sums[half], t_);
-        if (!exists[half]) d_h.Clear();
+        const int there = exists[half] ? columns : 0;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
+          // Of columns beyond the last one too: 0 * Inf of an infinite dy is NaN, and so is its product with h = 0.
+          if ((whole ? 0 : i) >= there) d_h.v[i] = 0.0f;
           const float clamped = clamps ? activation_.Gate(g[i]) : g[i];
           sigmoid[i] = Sigmoid<S>(clamped);
           h[i] = SwiGlu<float>::Forward(clamped, clamps ? activation_.Up(u[i]) : u[i], sigmoid[i]);
@@ -250,7 +252,6 @@ class Stages {
         out.Widen(h);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          // Columns beyond the last one are zero in gate and up, so in h.
           d_weight[half] += d_h.v[i] * h[i];
           h[i] *= weight[half];
           const float d = weight[half] * d_h.v[i];
