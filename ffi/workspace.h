@@ -34,7 +34,10 @@ inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units) {
   }
   if (dims->minibatch == 0) {
     const int64_t estimate = MinibatchEstimate(units, dims->row_tile, 2 * tiles.gate_up_columns, dims->intermediate);
-    dims->minibatch = Min(RoundUp(estimate, dims->row_tile), dims->capacity);
+    // The weights of an expert that a minibatch's end cuts are read once more (H200: 2 % of the forward pass), so
+    // two balanced experts fit, or two of the groups in which a large expert reads its weights anyway.
+    const int64_t uncut = 2 * Min(dims->Routes() / dims->local_experts, tiles.group * dims->row_tile);
+    dims->minibatch = Min(RoundUp(Max(estimate, uncut), dims->row_tile), dims->capacity);
     // A given macrobatch must stay a multiple.
     if (dims->macrobatch > 0 && dims->macrobatch % dims->minibatch != 0) dims->minibatch = dims->row_tile;
   }

@@ -56,6 +56,33 @@ __device__ __forceinline__ void SelectGroup(const float (&sum)[kSums], int index
   }
 }
 
+// Half of a group: a switch over all of them selects fewer registers at a time. index: 2 * group + row half.
+template <int index>
+__device__ __forceinline__ void CopyHalf(const float (&sum)[kSums], float (&pairs)[4][2]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) pairs[i / 2][i % 2] = sum[index / 2 * 16 + i / 2 * 4 + index % 2 * 2 + i % 2];
+}
+__device__ __forceinline__ void SelectHalf(const float (&sum)[kSums], int index, float (&pairs)[4][2]) {
+  switch (index) {
+    case 0: return CopyHalf<0>(sum, pairs);
+    case 1: return CopyHalf<1>(sum, pairs);
+    case 2: return CopyHalf<2>(sum, pairs);
+    case 3: return CopyHalf<3>(sum, pairs);
+    case 4: return CopyHalf<4>(sum, pairs);
+    case 5: return CopyHalf<5>(sum, pairs);
+    case 6: return CopyHalf<6>(sum, pairs);
+    case 7: return CopyHalf<7>(sum, pairs);
+    case 8: return CopyHalf<8>(sum, pairs);
+    case 9: return CopyHalf<9>(sum, pairs);
+    case 10: return CopyHalf<10>(sum, pairs);
+    case 11: return CopyHalf<11>(sum, pairs);
+    case 12: return CopyHalf<12>(sum, pairs);
+    case 13: return CopyHalf<13>(sum, pairs);
+    case 14: return CopyHalf<14>(sum, pairs);
+    default: return CopyHalf<15>(sum, pairs);
+  }
+}
+
 // Eight values of a row in the storage dtype.
 template <typename S>
 struct Vector;

@@ -28,6 +28,10 @@ enum MatrixId : int16_t {
   kH,
   kDGate,
   kDUp,
+  kGate,
+  kUp,
+  kContextGate,
+  kContextUp,
   kGateWeight,
   kUpWeight,
   kDownWeight,
@@ -36,6 +40,8 @@ enum MatrixId : int16_t {
   kSharedH,
   kSharedDGate,
   kSharedDUp,
+  kSharedGate,
+  kSharedUp,
   kSharedGateWeight,
   kSharedUpWeight,
   kSharedDownWeight,
@@ -57,6 +63,10 @@ inline Matrices MatricesOf(const Params& p, bool pulls) {
   m.at[kH] = {p.ring.h, width, rows, 1};
   m.at[kDGate] = {p.ring.d_gate, width, rows, 1};
   m.at[kDUp] = {p.ring.d_up, width, rows, 1};
+  m.at[kGate] = {p.ring.gate, width, rows, 1};
+  m.at[kUp] = {p.ring.up, width, rows, 1};
+  m.at[kContextGate] = {p.context.gate, width, rows, 1};
+  m.at[kContextUp] = {p.context.up, width, rows, 1};
   m.at[kGateWeight] = {p.routed.gate.values, width, d.hidden, e};
   m.at[kUpWeight] = {p.routed.up.values, width, d.hidden, e};
   m.at[kDownWeight] = {p.routed.down.values, d.hidden, width, e};
@@ -65,6 +75,8 @@ inline Matrices MatricesOf(const Params& p, bool pulls) {
   m.at[kSharedH] = {p.ring.shared_h, shared, d.tokens, 1};
   m.at[kSharedDGate] = {p.ring.shared_d_gate, shared, d.tokens, 1};
   m.at[kSharedDUp] = {p.ring.shared_d_up, shared, d.tokens, 1};
+  m.at[kSharedGate] = {p.pass.context ? p.context.shared_gate : p.ring.shared_gate, shared, d.tokens, 1};
+  m.at[kSharedUp] = {p.pass.context ? p.context.shared_up : p.ring.shared_up, shared, d.tokens, 1};
   m.at[kSharedGateWeight] = {p.shared.gate.values, shared, d.hidden, 1};
   m.at[kSharedUpWeight] = {p.shared.up.values, shared, d.hidden, 1};
   m.at[kSharedDownWeight] = {p.shared.down.values, d.hidden, shared, 1};
@@ -93,6 +105,7 @@ struct Work {
   int32_t column;  // first column of the output tile; weight gradients: see m
   int32_t m;       // weight gradients: first row of the output tile
   bool shared;
+  int16_t gate;  // dgrad-down: the matrix that holds gate of these rows; the next one holds up
 };
 
 __host__ __device__ inline bool IsShared(Op op) { return op >= Op::kSharedGateUp; }
@@ -146,6 +159,7 @@ __device__ inline void Describe(const Params& p, const TaskList& list, const int
       break;
     case Op::kDgradDown:
       w.column = static_cast<int>(task.tile * tiles.d_hidden_columns);
+      w.gate = shared ? kSharedGate : task.macrobatch == 0 && p.pass.context ? kContextGate : kGate;
       g = {{d_y, d_y, row, 0, 0, gathered}, {down, down, w.column, 0, z, false}, steps(hidden), g.split, false};
       break;
     case Op::kDgradGateUp:

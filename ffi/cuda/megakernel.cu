@@ -46,10 +46,11 @@ CUresult Encode(EncodeTiled encode, const Matrix& m, CUtensorMap* map) {
 }
 
 std::string Refusal(CUresult error, int id, const Matrix& m) {
-  static constexpr const char* kNames[] = {"x",        "the kept x", "d_y",        "h",        "d_gate",
-                                           "d_up",     "w_gate",     "w_up",       "w_down",   "the shared expert's x",
-                                           "its d_y",  "its h",      "its d_gate", "its d_up", "its w_gate",
-                                           "its w_up", "its w_down"};
+  static constexpr const char* kNames[] = {
+      "x",        "the kept x",    "d_y",         "h",        "d_gate",   "d_up",   "gate",
+      "up",       "the kept gate", "the kept up", "w_gate",   "w_up",     "w_down", "the shared expert's x",
+      "its d_y",  "its h",         "its d_gate",  "its d_up", "its gate", "its up", "its w_gate",
+      "its w_up", "its w_down"};
   static_assert(sizeof(kNames) / sizeof(kNames[0]) == kNumMatrices, "every MatrixId has a name");
   static const auto text_of = Find<ErrorText>("cuGetErrorString");
   const char* text = nullptr;

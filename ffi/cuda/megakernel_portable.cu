@@ -244,11 +244,11 @@ __global__ void __launch_bounds__(kThreads, 1)
           Multiply<S, Major::kK, Major::kK>(p, matrices, w.gemm, buffers, warp, lane, sum);
         }
       }
-      stages.End(w, sum);
+      stages.End(w, sum, typename Stages<S, whole>::FromMemory{stages, w});
     }
     __threadfence();  // what this thread stored, before thread 0 signals for all
     __syncthreads();
-    if (threadIdx.x == 0) Signal(p, w.task);
+    if (threadIdx.x == 0) Signal(p, w.task.signal);
     __syncthreads();  // the slot is read
   }
 }

@@ -30,24 +30,38 @@ constexpr int kCachedExperts = 512;
 // warpgroup waits for registers for ever.
 constexpr int kLaunchRegisters = 168, kOtherRegisters = 72, kMathRegisters = 216;
 static_assert(kOtherRegisters + 2 * kMathRegisters <= 3 * kLaunchRegisters, "no registers are to be had");
-constexpr int kMoveBuffers = 6, kMoveBytes = 4096;
-constexpr int kLag = 4;  // pieces on their way in while another goes out
+constexpr int kMoveBuffers = 7, kMoveBytes = 4096, kZeroBytes = 512;
+constexpr int kLag = 3;  // pieces on their way in; the others are on their way out, which takes longer
 static_assert(kLag < kMoveBuffers, "a piece's buffer must be free when it comes in");
 
 // Which operand the two tasks of a cluster have in common.
 enum class Common { kNothing, kA, kB };
 
+// After its product dgrad-down needs gate and up of its tile. The copy engine brings 64 columns of both in a step,
+// as boxes in the order gate's upper and lower rows, up's upper and lower rows.
+constexpr int kFinishingSteps = kTileN / kStep, kFinishingBytes = 4 * kBoxBytes;
+
 // A CTA's task beside the other CTA's.
 struct PairWork : Work {
   Common common;
-  int32_t steps;  // the larger number of both
+  // Of the product and after it; the larger number of both CTAs. Careful: at least one, so that the math warps
+  // do not run ahead of the copying warp, which must see each phase of other_done.
+  int32_t steps;
   bool last;      // no tasks are left
+};
+
+// Where a buffer's bytes go.
+struct MovedPiece {
+  char* to;
+  int32_t bytes;
+  bool loaded;  // else zeros
 };
 
 struct Shared {
   uint8_t stages[kStages][kStageBytes];  // 1024-byte aligned: the swizzle counts from there
   uint8_t moves[kMoveBuffers][kMoveBytes];
-  uint8_t zeros[kMoveBytes];
+  uint8_t zeros[kZeroBytes];
+  MovedPiece pieces[kMoveBuffers];
   int32_t row_offset[kCachedExperts + 1], row_count[kCachedExperts];  // copies, if all experts fit
   const int32_t* row_counts;                                          // these or the originals
   TaskList list;
@@ -122,6 +136,23 @@ __device__ __forceinline__ void CopySteps(const Maps& maps, Shared& s, Cursor<kS
   }
 }
 
+__device__ __forceinline__ void CopyGateUp(const Maps& maps, Shared& s, Cursor<kStages>& stage, int16_t gate, int row,
+                                           int column) {
+  for (int at = 0; at < kFinishingSteps; ++at, stage.Next(), column += kStep) {
+    ptx::BarrierWait(ptx::Shared(&s.empty[stage.at]), stage.parity ^ 1);
+    const uint32_t full = ptx::Shared(&s.full[stage.at]), to = ptx::Shared(s.stages[stage.at]);
+    ptx::BarrierArriveExpect(full, kFinishingBytes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      ptx::CopyTensor(to + i * kBoxBytes, &maps.at[gate + i / 2], full, column, row + 64 * (i % 2), 0);
+    }
+  }
+}
+
+__device__ int StepsOf(const Work& w) {
+  return w.gemm.steps + (RoutedOp(w.task.op) == Op::kDgradDown ? kFinishingSteps : 0);
+}
+
 __device__ void Copy(const Maps& maps, Shared& s, int rank) {
   Cursor<kStages> stage;
   bool apart = false;     // the task before had nothing in common with the other CTA's
@@ -132,7 +163,8 @@ __device__ void Copy(const Maps& maps, Shared& s, int rank) {
     const Op op = RoutedOp(w.task.op);
     const Gemm g = w.gemm;
     const Common common = w.common;
-    const int steps = w.steps;
+    const int steps = w.steps, row = w.row, column = w.column;
+    const int16_t gate = w.gate;
     const bool last = w.last;
     ptx::BarrierArrive(ptx::Shared(&s.work_empty[slot.at]));
     if (last) return;
@@ -154,7 +186,12 @@ __device__ void Copy(const Maps& maps, Shared& s, int rank) {
         default: CopySteps<Common::kNothing>(maps, s, stage, g, a_along_k, b_along_k, begin, end, rank);
       }
     }
-    for (int at = g.steps; at < steps; ++at, stage.Next()) {  // the other CTA's
+    int done = g.steps;
+    if (op == Op::kDgradDown) {
+      CopyGateUp(maps, s, stage, gate, row, column);
+      done += kFinishingSteps;
+    }
+    for (int at = done; at < steps; ++at, stage.Next()) {  // the other CTA's
       ptx::BarrierWait(ptx::Shared(&s.empty[stage.at]), stage.parity ^ 1);
       ptx::BarrierArrive(ptx::Shared(&s.full[stage.at]));
     }
@@ -162,19 +199,6 @@ __device__ void Copy(const Maps& maps, Shared& s, int rank) {
 }
 
 // ---- warp 1: tickets ----
-
-// What the input gradient of h will read when its product is done, long after it left the cache.
-__device__ void Prefetch(const Params& p, const Work& w, int lane) {
-  const Stages<BFloat16, true> stages(p, 0, 0);
-  const int64_t width = w.shared ? p.dims.shared_intermediate : p.dims.intermediate;
-  const int bytes = static_cast<int>(2 * Min(kTileN, width - w.column));
-  for (int row = lane; row < w.count; row += 32) {
-    const int64_t at = (static_cast<int64_t>(w.row) + row) * width + w.column;
-    for (const void* from : {stages.Gate(w), stages.Up(w)}) {
-      ptx::PrefetchBulk(static_cast<const BFloat16*>(from) + at, bytes);
-    }
-  }
-}
 
 __device__ bool Same(const Operand& a, const Operand& b) {
   return a.first == b.first && a.mn == b.mn && a.k == b.k && a.z == b.z;
@@ -244,14 +268,12 @@ __device__ void HandOut(const Params& p, const Launch& launch, Shared& s, int ra
     __syncwarp();
     if (lane == 0) {
       w.common = CommonOf(w, s.other);
-      w.steps = Max(w.gemm.steps, s.other.gemm.steps);
+      w.steps = Max(1, Max(StepsOf(w), StepsOf(s.other)));
       w.last = first >= tasks;
       ptx::BarrierArrive(ptx::Shared(&s.work_full[slot.at]));
     }
     __syncwarp();
     if (first >= tasks) return;
-    if (RoutedOp(s.waited.op) == Op::kDgradDown) Prefetch(p, w, lane);
-    __syncwarp();
   }
 }
 
@@ -260,28 +282,32 @@ __device__ void HandOut(const Params& p, const Launch& launch, Shared& s, int ra
 // Copies through shared memory, in pieces, by one thread. Only the copy engine touches the data.
 class Mover {
  public:
-  __device__ Mover(uint8_t (&buffers)[kMoveBuffers][kMoveBytes], uint64_t (&barriers)[kMoveBuffers],
-                   const uint8_t* zeros)
-      : buffers_(ptx::Shared(buffers)), barriers_(ptx::Shared(barriers)), zeros_(ptx::Shared(zeros)) {}
+  __device__ explicit Mover(Shared& s)
+      : pieces_(s.pieces),
+        buffers_(ptx::Shared(s.moves)),
+        barriers_(ptx::Shared(s.moved)),
+        zeros_(ptx::Shared(s.zeros)) {}
 
   // from: null for zeros.
-  __device__ void Move(const void* from, void* to, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += kMoveBytes) {
-      const int piece = static_cast<int>(Min(kMoveBytes, bytes - at));
-      In(from == nullptr ? nullptr : static_cast<const char*>(from) + at, static_cast<char*>(to) + at, piece);
+  __device__ void Move(const char* from, char* to, int64_t bytes) {
+    const int64_t most = from == nullptr ? kZeroBytes : kMoveBytes;
+    for (int64_t at = 0; at < bytes; at += most) {
+      In(from == nullptr ? nullptr : from + at, to + at, static_cast<int>(Min(most, bytes - at)));
     }
   }
-
-  // Until everything is written.
-  __device__ void Finish() {
+  // Sends out what is on its way in.
+  __device__ void SendOut() {
     for (int i = 0; i < kLag; ++i) In(nullptr, nullptr, 0);
+  }
+  // Until all that was sent out is written.
+  __device__ static void Finish() {
     ptx::StoreBulkWait<0>();
     ptx::FenceProxyAsync();  // orders the copies before the signal that lets others read them
   }
 
  private:
   // Starts a piece and sends the one kLag before it out.
-  __device__ void In(const void* from, void* to, int bytes) {
+  __device__ void In(const char* from, char* to, int bytes) {
     // The buffer's piece before this one went out kMoveBuffers - kLag steps ago.
     ptx::StoreBulkWaitRead<kMoveBuffers - kLag - 1>();
     const uint32_t barrier = barriers_ + in_.at * sizeof(uint64_t);
@@ -289,33 +315,26 @@ class Mover {
       ptx::BarrierArriveExpect(barrier, bytes);
       ptx::LoadBulk(buffers_ + in_.at * kMoveBytes, from, bytes, barrier);
     }
-    const int oldest = steps_ % kLag;
-    if (bytes_[oldest] > 0) {
+    pieces_[in_.at] = {to, bytes, from != nullptr};
+    const int slot = (in_.at + kMoveBuffers - kLag) % kMoveBuffers;
+    const MovedPiece oldest = pieces_[slot];
+    if (oldest.bytes > 0) {
       uint32_t source = zeros_;
-      if (loaded_[oldest]) {
-        source = buffers_ + slot_[oldest] * kMoveBytes;
-        ptx::BarrierWait(barriers_ + slot_[oldest] * sizeof(uint64_t), parity_ >> slot_[oldest] & 1);
-        parity_ ^= 1u << slot_[oldest];
+      if (oldest.loaded) {
+        source = buffers_ + slot * kMoveBytes;
+        ptx::BarrierWait(barriers_ + slot * sizeof(uint64_t), parity_ >> slot & 1);
+        parity_ ^= 1u << slot;
       }
-      ptx::StoreBulk(to_[oldest], source, bytes_[oldest]);
+      ptx::StoreBulk(oldest.to, source, oldest.bytes);
     }
     ptx::StoreBulkCommit();
-    to_[oldest] = to;
-    bytes_[oldest] = bytes;
-    loaded_[oldest] = from != nullptr;
-    slot_[oldest] = in_.at;
     in_.Next();
-    ++steps_;
   }
 
+  MovedPiece* const pieces_;
   const uint32_t buffers_, barriers_, zeros_;
   Cursor<kMoveBuffers> in_;
   uint32_t parity_ = 0;  // of each buffer's barrier
-  uint32_t steps_ = 0;
-  void* to_[kLag] = {};
-  int bytes_[kLag] = {};
-  int slot_[kLag] = {};
-  bool loaded_[kLag] = {};
 };
 
 __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& launch, Shared& s, int lane) {
@@ -323,48 +342,68 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
   const Dims& d = p.dims;
   // Careful: below, one lane moves one row's weight.
   static_assert(TilesOf(Path::kHopper).communication_rows <= 32, "a communication task has a row for each lane");
-  const int64_t tasks = list.NumCommunication(), routes = d.Routes(), row_bytes = d.hidden * 2;
-  Mover mover(s.moves, s.moved, s.zeros);
+  const int tasks = list.NumCommunication(), routes = static_cast<int>(d.Routes()), top_k = static_cast<int>(d.top_k);
+  const int64_t row_bytes = d.hidden * 2;
+  Mover mover(s);
   const auto row = [row_bytes](const void* base, int64_t index) {
     return const_cast<char*>(static_cast<const char*>(base)) + index * row_bytes;
   };
-  for (int ticket; (ticket = __shfl_sync(~0u, TakeTicket(p, kCommunicationTicket, lane), 0)) < tasks;) {
-    const Task task = list.Communication(ticket);
+  int ahead = TakeTicket(p, kCommunicationTicket, lane);
+  Index written = -1;  // the counter of the task before, whose rows are on their way
+  for (;;) {
+    const int ticket = __shfl_sync(~0u, ahead, 0);
+    const Task task = ticket < tasks ? list.Communication(ticket) : Task{};
+    __threadfence();  // every lane's weights, before lane 0 signals for all
+    __syncwarp();
+    if (lane == 0 && written >= 0) {
+      mover.Finish();
+      Signal(p, written);
+    }
+    if (ticket >= tasks) return;
+    ahead = TakeTicket(p, kCommunicationTicket, lane);
     if (!WaitForCounters(p, launch, task, lane)) return;
     const Moved moved = MovedBy(p, list, s.row_counts, task);
-    const int32_t* sources = p.schedule.row_source + moved.first;
-    const bool pulls = task.op == Op::kDispatch || task.op == Op::kReverseCombine;
-    if (lane == 0) {
-      // Orders the copies after the ordinary stores just waited for.
-      ptx::FenceProxyAsync();
-      void* x = pulls ? PulledX(p, list, task) : nullptr;
-      for (int i = 0; i < moved.rows; ++i) {
-        const bool exists = i < moved.count;
-        if (!pulls && !exists) break;
-        const int64_t source = exists ? sources[i] : 0;
-        const Peer& peer = peers.at[source / routes];
-        const int64_t ring_row = moved.ring_row + i, token = source % routes / d.top_k;
-        if (x != nullptr) mover.Move(exists ? row(peer.x, token) : nullptr, row(x, ring_row), row_bytes);
-        if (task.op == Op::kReverseCombine) {
-          mover.Move(exists ? row(peer.d_y, token) : nullptr, row(p.ring.d_y, ring_row), row_bytes);
-        }
-        if (!pulls) mover.Move(row(p.ring.out, ring_row), row(peer.returned, source % routes), row_bytes);
-      }
-      mover.Finish();
-    }
-    if (d.Exchanges() && lane < moved.count) {
-      const int64_t source = sources[lane], ring_row = moved.ring_row + lane;
-      const Peer& peer = peers.at[source / routes];
+    const bool pulls = task.op == Op::kDispatch || task.op == Op::kReverseCombine, exists = lane < moved.count;
+    // Each lane finds out where a row comes from and goes to: x or a result, and dy.
+    const int source = exists ? p.schedule.row_source[moved.first + lane] : 0;
+    const Peer& peer = peers.at[source / routes];
+    const int route = source % routes, token = route / top_k;
+    const int64_t ring_row = moved.ring_row + lane;
+    const char *from[2] = {}, *to[2] = {};
+    if (pulls) {
+      void* x = PulledX(p, list, task);
+      if (exists) from[0] = row(peer.x, token);
+      if (x != nullptr) to[0] = row(x, ring_row);
       if (task.op == Op::kReverseCombine) {
-        static_cast<float*>(p.ring.weights)[ring_row] = static_cast<const float*>(peer.router_weights)[source % routes];
+        if (exists) from[1] = row(peer.d_y, token);
+        to[1] = row(p.ring.d_y, ring_row);
+      }
+    } else if (exists) {
+      from[0] = row(p.ring.out, ring_row);
+      to[0] = row(peer.returned, route);
+    }
+    // Orders the copies after the ordinary stores just waited for.
+    ptx::FenceProxyAsync();
+    for (int i = 0; i < moved.rows; ++i) {
+      for (int which = 0; which < 2; ++which) {
+        const auto of_lane = [i](const char* address) {
+          return reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(address), i));
+        };
+        const char* row_from = of_lane(from[which]);
+        char* row_to = of_lane(to[which]);
+        if (lane == 0 && row_to != nullptr) mover.Move(row_from, row_to, row_bytes);
+      }
+    }
+    if (lane == 0) mover.SendOut();
+    if (d.Exchanges() && exists) {
+      if (task.op == Op::kReverseCombine) {
+        static_cast<float*>(p.ring.weights)[ring_row] = static_cast<const float*>(peer.router_weights)[route];
       } else if (task.op == Op::kReverseDispatch) {
-        static_cast<float*>(peer.returned_d_weights)[source % routes] =
+        static_cast<float*>(peer.returned_d_weights)[route] =
             Stages<BFloat16, true>::SumPartials(p, ring_row, static_cast<int>(list.DHiddenTiles()));
       }
     }
-    __threadfence();  // every lane's weights, before lane 0 signals for all
-    __syncwarp();
-    if (lane == 0) Signal(p, task);
+    written = task.signal;
   }
 }
 
@@ -375,7 +414,7 @@ __device__ void SignalFinished(const Params& p, Shared& s) {
     ptx::BarrierWait(ptx::Shared(&s.work_full[slot.at]), slot.parity);
     if (s.work[slot.at].last) return;
     ptx::BarrierWait(ptx::Shared(&s.finished[slot.at]), slot.parity);
-    Signal(p, s.work[slot.at].task);
+    Signal(p, s.work[slot.at].task.signal);
     ptx::BarrierArrive(ptx::Shared(&s.work_empty[slot.at]));
   }
 }
@@ -441,7 +480,9 @@ __device__ void Calculate(const Params& p, Shared& s, int rank, int warp, int la
     const uint32_t empties = ptx::MapShared(ptx::Shared(s.empty), apart ? rank : lane & 1);
     const bool by_rows = op != Op::kGradGateUp && op != Op::kGradDown;
     // Nothing to multiply: neither a task nor, of a block's last rows, one for this warpgroup.
-    const int steps = by_rows && 64 * group >= w.count ? 0 : w.gemm.steps;
+    const bool idle = by_rows && 64 * group >= w.count;
+    const int steps = idle ? 0 : w.gemm.steps;
+    int left = w.steps - steps;
     if (steps > 0 || !by_rows) {
       if (op == Op::kGateUp || op == Op::kDown) {
         Multiply<Major::kK, Major::kMn, false>(s, stage, steps, group, empties, lane, sum);
@@ -452,9 +493,32 @@ __device__ void Calculate(const Params& p, Shared& s, int rank, int warp, int la
         Multiply<Major::kMn, Major::kMn, true>(s, stage, steps, group, empties, lane, sum);
       }
     }
-    Skip(s, stage, w.steps - steps, empties, lane);
+    // The lane's eight columns of a row, from the stage that holds them; gives it back after the last ones.
+    const auto load = [&](int columns, int half, Vector<BFloat16>& gate, Vector<BFloat16>& up) {
+      gate.Clear();
+      up.Clear();
+      if (idle) return;
+      if (columns % 2 == 0 && half == 0) ptx::BarrierWait(ptx::Shared(&s.full[stage.at]), stage.parity);
+      const int row = warp % 4 * 16 + lane / 4 + 8 * half, chunk = (columns % 2 * 4 + lane % 4) ^ (row % 8);
+      if (64 * group + row < w.count) {
+        const uint8_t* at = s.stages[stage.at] + group * kBoxBytes + row * 128 + chunk * 16;
+        memcpy(gate.w, __builtin_assume_aligned(at, 16), 16);
+        memcpy(up.w, __builtin_assume_aligned(at + 2 * kBoxBytes, 16), 16);
+      }
+      if (columns % 2 == 1 && half == 1) {
+        __syncwarp();
+        Release(empties, stage.at, lane);
+        stage.Next();
+        --left;
+      }
+    };
+    if (idle || op != Op::kDgradDown) {
+      Skip(s, stage, left, empties, lane);
+      left = 0;
+    }
+    stages.End(w, sum, load);
+    Skip(s, stage, left, empties, lane);
     if (apart && lane == 0) ptx::BarrierArriveMapped(ptx::MapShared(ptx::Shared(&s.other_done[slot.at]), rank ^ 1));
-    stages.End(w, sum);
     __syncwarp();
     if (lane == 0) ptx::BarrierArrive(ptx::Shared(&s.finished[slot.at]));
   }
@@ -481,11 +545,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       ptx::BarrierInit(ptx::Shared(&s.ticket_empty[i]), 1);
       ptx::BarrierArriveExpect(ptx::Shared(&s.ticket_full[i]), sizeof(int32_t));
     }
+    for (auto& piece : s.pieces) piece.bytes = 0;
     for (auto& barrier : s.moved) ptx::BarrierInit(ptx::Shared(&barrier), 1);
     ptx::BarrierInitFence();
     s.row_counts = p.dims.local_experts <= kCachedExperts ? s.row_count : p.schedule.row_count;
   }
-  for (int i = threadIdx.x; i < kMoveBytes / 4; i += kThreads) reinterpret_cast<uint32_t*>(s.zeros)[i] = 0;
+  for (int i = threadIdx.x; i < kZeroBytes / 4; i += kThreads) reinterpret_cast<uint32_t*>(s.zeros)[i] = 0;
   // Waiting for counters empties the first level cache again and again: what decoding a task reads is copied.
   const bool cached = p.dims.local_experts <= kCachedExperts;
   for (int i = threadIdx.x; cached && i <= p.dims.local_experts; i += kThreads) {

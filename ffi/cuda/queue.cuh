@@ -69,10 +69,10 @@ __device__ inline int TakeTicket(const Params& p, ControlWord sequence, int lane
 
 // By one thread, after a barrier with all that wrote the task's results: the fence and the release pass on to
 // whoever acquires the counter what the barrier passed on to this thread.
-__device__ inline void Signal(const Params& p, const Task& task) {
-  if (task.signal < 0) return;
+__device__ inline void Signal(const Params& p, Index counter) {
+  if (counter < 0) return;
   __threadfence();
-  ptx::AddRelease(p.ring.counters + task.signal, 1);
+  ptx::AddRelease(p.ring.counters + counter, 1);
 }
 
 // The rows that communication task `tile` of a block moves, and where they lie.

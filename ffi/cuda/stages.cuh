@@ -66,11 +66,14 @@ class Stages {
     for (int i = 0; i < kSums; ++i) sum[i] *= one;
   }
 
-  __device__ __forceinline__ void End(const Work& w, const float (&sum)[kSums]) const {
+  // load(group, half, gate, up): what dgrad-down needs of gate and up, column group by column group and, in each,
+  // for both of a lane's rows: eight columns of one. Called in this order, once each.
+  template <typename Load>
+  __device__ __forceinline__ void End(const Work& w, const float (&sum)[kSums], Load&& load) const {
     const bool clamps = p_.swiglu_limit < kInfinite;
     switch (RoutedOp(w.task.op)) {
       case Op::kGateUp: return clamps ? GateUp<true>(w, sum) : GateUp<false>(w, sum);
-      case Op::kDgradDown: return clamps ? DgradDown<true>(w, sum) : DgradDown<false>(w, sum);
+      case Op::kDgradDown: return clamps ? DgradDown<true>(w, sum, load) : DgradDown<false>(w, sum, load);
       case Op::kDown:
       case Op::kDgradGateUp:
         Out(w, sum);
@@ -81,6 +84,20 @@ class Stages {
       default: return;
     }
   }
+
+  // The `load` of End from global memory.
+  struct FromMemory {
+    const Stages& stages;
+    const Work& w;
+
+    __device__ __forceinline__ void operator()(int group, int half, Vector<S>& gate, Vector<S>& up) const {
+      const int row = stages.Row(half), width = stages.Width(w), first = w.column + 8 * stages.t_ + 32 * group;
+      const int64_t at = (static_cast<int64_t>(w.row) + row) * width + first;
+      const int columns = row < w.count ? width - first : 0;
+      gate.template Load<whole>(At(stages.Gate(w), at), columns);
+      up.template Load<whole>(At(stages.Up(w), at), columns);
+    }
+  };
 
   // Where gate and up of a task's rows lie.
   __device__ void* Gate(const Work& w) const {
@@ -205,83 +222,76 @@ class Stages {
 
   // From dh' in the sums: h again, its share of dw = <dh', h>, dg, du and w * h. Padding rows come out zero,
   // for the weight gradients: their gate, up, weight and dh' are taken as zero.
-  template <bool clamps>
-  __device__ __forceinline__ void DgradDown(const Work& w, const float (&sum)[kSums]) const {
+  template <bool clamps, typename Load>
+  __device__ __forceinline__ void DgradDown(const Work& w, const float (&sum)[kSums], Load&& load) const {
     const int width = Width(w), first = w.column + 8 * t_;
-    const int64_t at = (static_cast<int64_t>(w.row) + Row(0)) * width + first, below = int64_t{8} * width;
-    const S *from_gate = At(Gate(w), at), *from_up = At(Up(w), at);
+    const int64_t at = (static_cast<int64_t>(w.row) + Row(0)) * width + first;
     S* to_h = At(w.shared ? p_.ring.shared_h : p_.ring.h, at);
     S* to_gate = At(w.shared ? p_.ring.shared_d_gate : p_.ring.d_gate, at);
     S* to_up = At(w.shared ? p_.ring.shared_d_up : p_.ring.d_up, at);
-    const float weight[2] = {Weight(w, Row(0)), Weight(w, Row(1))};
+    float weight = Weight(w, Row(0)), other_weight = Weight(w, Row(1));  // of this row and of the other one
+    float d_weight = 0, other_d_weight = 0;
     const bool shared = w.shared;
-    const bool exists[2] = {Row(0) < w.count, Row(1) < w.count};
-    float d_weight[2] = {};
-    Vector<S> gate, up;  // of the next half: loaded while this one is worked on
-    const auto load = [&](int group, int half) {
-      const int columns = exists[half] ? width - first - 32 * group : 0;
-      gate.template Load<whole>(from_gate + half * below + 32 * group, columns);
-      up.template Load<whole>(from_up + half * below + 32 * group, columns);
-    };
-    load(0, 0);
 #pragma unroll 1
-    for (int group = 0; group < 8; ++group) {
-      const int columns = width - first - 32 * group;
-      Group sums;
-      SelectGroup(sum, group, sums);
+    for (int index = 0; index < 16; ++index) {  // both rows in turn, which keeps what is live in registers
+      const int group = index / 2, half = index % 2, columns = width - first - 32 * group;
+      const bool exists = Row(half) < w.count;
+      const int there = exists ? columns : 0;
+      float pairs[4][2];
+      SelectHalf(sum, index, pairs);
+      Vector<S> packed[2];
+      load(group, half, packed[0], packed[1]);
+      float g[8], u[8], h[8], sigmoid[8];
+      packed[0].Widen(g);
+      packed[1].Widen(u);
+      Vector<float> d_h;
+      d_h.FromSums(pairs, t_);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t offset = half * below + 32 * group;
-        float g[8], u[8], h[8], sigmoid[8];
-        gate.Widen(g);
-        up.Widen(u);
-        if (half == 0 || group < 7) load(group + half, 1 - half);
-        Vector<float> d_h;
-        d_h.FromSums(sums[half], t_);
-        const int there = exists[half] ? columns : 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          // Of columns beyond the last one too: 0 * Inf of an infinite dy is NaN, and so is its product with h = 0.
-          if ((whole ? 0 : i) >= there) d_h.v[i] = 0.0f;
-          const float clamped = clamps ? activation_.Gate(g[i]) : g[i];
-          sigmoid[i] = Sigmoid<S>(clamped);
-          h[i] = SwiGlu<float>::Forward(clamped, clamps ? activation_.Up(u[i]) : u[i], sigmoid[i]);
-        }
-        Vector<S> out;  // first the h that the forward pass multiplied by Wd
-        out.Round(h);
-        out.Widen(h);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          d_weight[half] += d_h.v[i] * h[i];
-          h[i] *= weight[half];
-          const float d = weight[half] * d_h.v[i];
-          if (clamps) {
-            float d_g, d_u;
-            activation_.Backward(g[i], u[i], sigmoid[i], d, &d_g, &d_u);
-            g[i] = d_g;
-            u[i] = d_u;
-          } else {
-            const float silu = g[i] * sigmoid[i];
-            g[i] = d * u[i] * (sigmoid[i] + silu * (1.0f - sigmoid[i]));
-            u[i] = d * silu;
-          }
-        }
-        const int stored = exists[half] || !shared ? columns : 0;
-        out.Round(g);
-        out.template Store<whole>(to_gate + offset, stored);
-        out.Round(u);
-        out.template Store<whole>(to_up + offset, stored);
-        out.Round(h);
-        out.template Store<whole>(to_h + offset, stored);
+      for (int i = 0; i < 8; ++i) {
+        // Of columns beyond the last one too: 0 * Inf of an infinite dy is NaN, and so is its product with h = 0.
+        if ((whole ? 0 : i) >= there) d_h.v[i] = 0.0f;
+        const float clamped = clamps ? activation_.Gate(g[i]) : g[i];
+        sigmoid[i] = Sigmoid<S>(clamped);
+        h[i] = SwiGlu<float>::Forward(clamped, clamps ? activation_.Up(u[i]) : u[i], sigmoid[i]);
       }
+      Vector<S> out;  // first the h that the forward pass multiplied by Wd
+      out.Round(h);
+      out.Widen(h);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        d_weight += d_h.v[i] * h[i];
+        h[i] *= weight;
+        const float d = weight * d_h.v[i];
+        if (clamps) {
+          float d_g, d_u;
+          activation_.Backward(g[i], u[i], sigmoid[i], d, &d_g, &d_u);
+          g[i] = d_g;
+          u[i] = d_u;
+        } else {
+          const float silu = g[i] * sigmoid[i];
+          g[i] = d * u[i] * (sigmoid[i] + silu * (1.0f - sigmoid[i]));
+          u[i] = d * silu;
+        }
+      }
+      const int64_t offset = half * int64_t{8} * width + 32 * group;
+      const int stored = exists || !shared ? columns : 0;
+      out.Round(g);
+      out.template Store<whole>(to_gate + offset, stored);
+      out.Round(u);
+      out.template Store<whole>(to_up + offset, stored);
+      out.Round(h);
+      out.template Store<whole>(to_h + offset, stored);
+      const float last_weight = weight, last_d_weight = d_weight;
+      weight = other_weight, other_weight = last_weight;
+      d_weight = other_d_weight, other_d_weight = last_d_weight;
     }
     if (w.shared) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float total = d_weight[half];
+      float total = half == 0 ? d_weight : other_d_weight;
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      if (t_ == 0 && exists[half]) {
+      if (t_ == 0 && Row(half) < w.count) {
         const int64_t row = static_cast<int64_t>(w.row) + Row(half);
         static_cast<float*>(p_.ring.d_weights)[row * partials_ + w.task.tile] = total;
       }
