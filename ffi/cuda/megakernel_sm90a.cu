@@ -47,7 +47,7 @@ struct PairWork : Work {
   // Of the product and after it; the larger number of both CTAs. Careful: at least one, so that the math warps
   // do not run ahead of the copying warp, which must see each phase of other_done.
   int32_t steps;
-  bool last;      // no tasks are left
+  bool last;  // no tasks are left
 };
 
 // Where a buffer's bytes go.
