@@ -31,7 +31,7 @@ constexpr int kCachedExperts = 512;
 constexpr int kLaunchRegisters = 168, kOtherRegisters = 72, kMathRegisters = 216;
 static_assert(kOtherRegisters + 2 * kMathRegisters <= 3 * kLaunchRegisters, "no registers are to be had");
 constexpr int kMoveBuffers = 7, kMoveBytes = 4096, kZeroBytes = 512;
-constexpr int kLag = 3;  // pieces on their way in; the others are on their way out, which takes longer
+constexpr int kLag = 3;  // pieces on their way in; the others are on their way out
 static_assert(kLag < kMoveBuffers, "a piece's buffer must be free when it comes in");
 
 // Which operand the two tasks of a cluster have in common.
