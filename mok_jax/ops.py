@@ -26,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 from mok_jax.config import MoKConfig, check_multiple
 from mok_jax.reference import accumulation_dtype
 
-TARGETS = ("mok_forward", "mok_backward")
+TARGETS = FORWARD, BACKWARD = "mok_forward", "mok_backward"
 """The FFI targets, for `jax.export.DisabledSafetyCheck.custom_call`."""
 
 
@@ -149,8 +149,8 @@ class Dims:
         hopper = self.gpu is not None and self.gpu.capability == (9, 0)
         return self.config.portable or not hopper or self.dtype.name != "bfloat16" or any(s % 8 for s in sizes)
 
-    def plan(self):
-        """The sizes of one (virtual) rank as the extension module computes them.
+    def plan(self, backward: bool = False):
+        """The sizes of one (virtual) rank as the extension module computes them; passes differ in the minibatch.
 
         Raises:
           TypeError: a dtype that the implementation lacks.
@@ -180,6 +180,7 @@ class Dims:
             minibatch=config.minibatch or 0,
             macrobatch=config.macrobatch or 0,
             portable=self.portable,
+            backward=backward,
         )
         if plan.capacity >= 2**31:
             raise ValueError(
@@ -234,7 +235,7 @@ class Dims:
         Raises:
           ValueError: more than the GPU has; and as `plan`.
         """
-        plan, module = self.plan(), _module(self.implementation)
+        plan, module = self.plan(backward), _module(self.implementation)
         pass_ = module.Pass(backward=backward, context=context, gradients=gradients)
         wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
         size = self.config.virtual_ranks * module.workspace_bytes(plan, pass_, self.dtype.itemsize, wide)
@@ -246,9 +247,9 @@ class Dims:
             )
         return size
 
-    def attributes(self, context: bool, gradients: int) -> dict[str, Any]:
-        """The call's attributes, the same on every rank."""
-        plan, config = self.plan(), self.config
+    def attributes(self, backward: bool, context: bool, gradients: int) -> dict[str, Any]:
+        """A call's attributes, the same on every rank."""
+        plan, config = self.plan(backward), self.config
         integers = dict(
             ranks=self.ranks,
             virtual_ranks=config.virtual_ranks,
@@ -314,7 +315,7 @@ def forward(dims: Dims, place, x, ids, router_weights, weights, *, context: bool
         ((kept_tokens, dims.shared_intermediate), x.dtype),
         ((dims.workspace_bytes(False, context, 0),), jnp.uint8),
     ]
-    y, *kept_arrays, _ = _call("mok_forward", dims, context, 0, shapes, (place, x, ids, router_weights, *weights))
+    y, *kept_arrays, _ = _call(FORWARD, dims, context, 0, shapes, (place, x, ids, router_weights, *weights))
     return y, Residuals(*kept_arrays)
 
 
@@ -348,7 +349,7 @@ def backward(
             shapes.append((weight.shape if want else (0,), dtype))
     shapes.append(((dims.workspace_bytes(True, context, gradients),), jnp.uint8))
     arguments = (place, d_y, x, ids, router_weights, *weights, *residuals)
-    d_x, d_router, *d_weights, _ = _call("mok_backward", dims, context, gradients, shapes, arguments)
+    d_x, d_router, *d_weights, _ = _call(BACKWARD, dims, context, gradients, shapes, arguments)
     if copies > 1:
         d_weights[3:] = [w.sum(axis=0).astype(t) for w, t in zip(d_weights[3:], dtypes[3:], strict=True)]
     return [d_x, d_router, *d_weights]
@@ -361,7 +362,7 @@ def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, argume
     results = [like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in shapes]
     method = "sequential" if dims.ranks == 1 else None
     call = jax.ffi.ffi_call(target, results, vmap_method=method)
-    run = functools.partial(call, **dims.attributes(context, gradients))
+    run = functools.partial(call, **dims.attributes(target == BACKWARD, context, gradients))
     run = _no_derivative(run, dims.implementation)
     return list((run if dims.ranks == 1 else _no_vmap(run, dims.implementation))(*arguments))
 

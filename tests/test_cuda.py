@@ -157,6 +157,18 @@ def test_every_way_gives_the_same_bits(dtype, portable, way):
     assert_same_bits(run(case, "cuda", config=MoKConfig(portable=portable, **way)), expected)
 
 
+@kernels
+def test_each_pass_has_minibatches_of_its_own(dtype, portable):
+    sizes = dict(tokens=2048, hidden=2048, intermediate=1024, shared=8, experts=4, top_k=4)
+    case, config = make_case(dtype, **sizes), MoKConfig(portable=portable)
+    dims = cases.dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None))
+    there, back = dims.plan(), dims.plan(backward=True)
+    assert back.minibatch < there.minibatch < there.capacity
+    assert_same_bits(
+        run(case, "cuda", config=config), run(case, "cuda", config=MoKConfig(portable=portable, minibatch=128))
+    )
+
+
 # ---- virtual ranks ----
 
 
