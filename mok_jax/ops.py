@@ -149,8 +149,11 @@ class Dims:
         hopper = self.gpu is not None and self.gpu.capability == (9, 0)
         return self.config.portable or not hopper or self.dtype.name != "bfloat16" or any(s % 8 for s in sizes)
 
-    def plan(self, backward: bool = False):
-        """The sizes of one (virtual) rank as the extension module computes them; passes differ in the minibatch.
+    def plan(self, alone: bool = False):
+        """The sizes of one (virtual) rank as the extension module computes them.
+
+        Args:
+          alone: for a forward pass that keeps no context, which has larger default minibatches.
 
         Raises:
           TypeError: a dtype that the implementation lacks.
@@ -180,7 +183,7 @@ class Dims:
             minibatch=config.minibatch or 0,
             macrobatch=config.macrobatch or 0,
             portable=self.portable,
-            backward=backward,
+            alone=alone,
         )
         if plan.capacity >= 2**31:
             raise ValueError(
@@ -235,7 +238,7 @@ class Dims:
         Raises:
           ValueError: more than the GPU has; and as `plan`.
         """
-        plan, module = self.plan(backward), _module(self.implementation)
+        plan, module = self.plan(alone=not (backward or context)), _module(self.implementation)
         pass_ = module.Pass(backward=backward, context=context, gradients=gradients)
         wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
         size = self.config.virtual_ranks * module.workspace_bytes(plan, pass_, self.dtype.itemsize, wide)
@@ -249,7 +252,7 @@ class Dims:
 
     def attributes(self, backward: bool, context: bool, gradients: int) -> dict[str, Any]:
         """A call's attributes, the same on every rank."""
-        plan, config = self.plan(backward), self.config
+        plan, config = self.plan(alone=not (backward or context)), self.config
         integers = dict(
             ranks=self.ranks,
             virtual_ranks=config.virtual_ranks,
