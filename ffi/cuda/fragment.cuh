@@ -56,32 +56,108 @@ __device__ __forceinline__ void SelectGroup(const float (&sum)[kSums], int index
   }
 }
 
-// Half of a group: a switch over all of them selects fewer registers at a time. index: 2 * group + row half.
+// The sums of one unit of 16 columns: [column of 8][row half][column of a pair].
 template <int index>
-__device__ __forceinline__ void CopyHalf(const float (&sum)[kSums], float (&pairs)[4][2]) {
+__device__ __forceinline__ void CopyUnit(const float (&sum)[kSums], float (&unit)[8]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) pairs[i / 2][i % 2] = sum[index / 2 * 16 + i / 2 * 4 + index % 2 * 2 + i % 2];
+  for (int i = 0; i < 8; ++i) unit[i] = sum[8 * index + i];
 }
-__device__ __forceinline__ void SelectHalf(const float (&sum)[kSums], int index, float (&pairs)[4][2]) {
+__device__ __forceinline__ void SelectUnit(const float (&sum)[kSums], int index, float (&unit)[8]) {
   switch (index) {
-    case 0: return CopyHalf<0>(sum, pairs);
-    case 1: return CopyHalf<1>(sum, pairs);
-    case 2: return CopyHalf<2>(sum, pairs);
-    case 3: return CopyHalf<3>(sum, pairs);
-    case 4: return CopyHalf<4>(sum, pairs);
-    case 5: return CopyHalf<5>(sum, pairs);
-    case 6: return CopyHalf<6>(sum, pairs);
-    case 7: return CopyHalf<7>(sum, pairs);
-    case 8: return CopyHalf<8>(sum, pairs);
-    case 9: return CopyHalf<9>(sum, pairs);
-    case 10: return CopyHalf<10>(sum, pairs);
-    case 11: return CopyHalf<11>(sum, pairs);
-    case 12: return CopyHalf<12>(sum, pairs);
-    case 13: return CopyHalf<13>(sum, pairs);
-    case 14: return CopyHalf<14>(sum, pairs);
-    default: return CopyHalf<15>(sum, pairs);
+    case 0: return CopyUnit<0>(sum, unit);
+    case 1: return CopyUnit<1>(sum, unit);
+    case 2: return CopyUnit<2>(sum, unit);
+    case 3: return CopyUnit<3>(sum, unit);
+    case 4: return CopyUnit<4>(sum, unit);
+    case 5: return CopyUnit<5>(sum, unit);
+    case 6: return CopyUnit<6>(sum, unit);
+    case 7: return CopyUnit<7>(sum, unit);
+    case 8: return CopyUnit<8>(sum, unit);
+    case 9: return CopyUnit<9>(sum, unit);
+    case 10: return CopyUnit<10>(sum, unit);
+    case 11: return CopyUnit<11>(sum, unit);
+    case 12: return CopyUnit<12>(sum, unit);
+    case 13: return CopyUnit<13>(sum, unit);
+    case 14: return CopyUnit<14>(sum, unit);
+    default: return CopyUnit<15>(sum, unit);
   }
 }
+
+// Two neighbouring columns of a row in the storage dtype, as the sums have them: a unit is four of these.
+template <typename S>
+struct Pair;
+
+template <>
+struct Pair<BFloat16> {
+  uint32_t w;
+
+  __device__ __forceinline__ void Clear() { w = 0; }
+  __device__ __forceinline__ void Round(const float (&v)[2]) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(v[0], v[1]);
+    memcpy(&w, &pair, sizeof(w));
+  }
+  __device__ __forceinline__ void Widen(float (&v)[2]) const {
+    v[0] = __uint_as_float(w << 16);
+    v[1] = __uint_as_float(w & 0xffff0000u);
+  }
+  // whole: both columns are there or none; else `columns` (of 2, maybe negative) are.
+  template <bool whole>
+  __device__ __forceinline__ void Load(const BFloat16* from, int columns) {
+    Clear();
+    if constexpr (whole) {
+      if (columns > 0) w = __ldcg(reinterpret_cast<const unsigned int*>(from));
+    } else {
+      if (columns > 0) w = __ldcg(reinterpret_cast<const unsigned short*>(from));
+      if (columns > 1) w |= static_cast<uint32_t>(__ldcg(reinterpret_cast<const unsigned short*>(from + 1))) << 16;
+    }
+  }
+  template <bool whole>
+  __device__ __forceinline__ void Store(BFloat16* to, int columns) const {
+    if constexpr (whole) {
+      if (columns > 0) *reinterpret_cast<uint32_t*>(to) = w;
+    } else {
+      if (columns > 0) to[0].bits = static_cast<uint16_t>(w);
+      if (columns > 1) to[1].bits = static_cast<uint16_t>(w >> 16);
+    }
+  }
+};
+
+template <>
+struct Pair<float> {
+  float v[2];
+
+  __device__ __forceinline__ void Clear() { v[0] = v[1] = 0; }
+  __device__ __forceinline__ void Round(const float (&from)[2]) { v[0] = from[0], v[1] = from[1]; }
+  __device__ __forceinline__ void Widen(float (&to)[2]) const { to[0] = v[0], to[1] = v[1]; }
+  template <bool whole>
+  __device__ __forceinline__ void Load(const float* from, int columns) {
+    Clear();
+    if constexpr (whole) {
+      if (columns <= 0) return;
+      const float2 both = __ldcg(reinterpret_cast<const float2*>(from));
+      v[0] = both.x, v[1] = both.y;
+    } else {
+      if (columns > 0) v[0] = __ldcg(from);
+      if (columns > 1) v[1] = __ldcg(from + 1);
+    }
+  }
+  template <bool whole>
+  __device__ __forceinline__ void Store(float* to, int columns) const {
+    if constexpr (whole) {
+      if (columns > 0) *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
+    } else {
+      if (columns > 0) to[0] = v[0];
+      if (columns > 1) to[1] = v[1];
+    }
+  }
+};
+
+// 16 columns of a warp's rows. at[i]: of a lane's row i % 2, columns 8 * (i / 2) + lane % 4 * 2 on; what ldmatrix and
+// stmatrix take too.
+template <typename S>
+struct Unit {
+  Pair<S> at[4];
+};
 
 // Eight values of a row in the storage dtype.
 template <typename S>
