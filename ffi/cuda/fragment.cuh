@@ -56,34 +56,34 @@ __device__ __forceinline__ void SelectGroup(const float (&sum)[kSums], int index
   }
 }
 
-// The sums of one unit of 16 columns: [column of 8][row half][column of a pair].
+// Half of a group: a switch over all of them selects fewer registers at a time. index: 2 * group + row half.
 template <int index>
-__device__ __forceinline__ void CopyUnit(const float (&sum)[kSums], float (&unit)[8]) {
+__device__ __forceinline__ void CopyHalf(const float (&sum)[kSums], float (&pairs)[4][2]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) unit[i] = sum[8 * index + i];
+  for (int i = 0; i < 8; ++i) pairs[i / 2][i % 2] = sum[index / 2 * 16 + i / 2 * 4 + index % 2 * 2 + i % 2];
 }
-__device__ __forceinline__ void SelectUnit(const float (&sum)[kSums], int index, float (&unit)[8]) {
+__device__ __forceinline__ void SelectHalf(const float (&sum)[kSums], int index, float (&pairs)[4][2]) {
   switch (index) {
-    case 0: return CopyUnit<0>(sum, unit);
-    case 1: return CopyUnit<1>(sum, unit);
-    case 2: return CopyUnit<2>(sum, unit);
-    case 3: return CopyUnit<3>(sum, unit);
-    case 4: return CopyUnit<4>(sum, unit);
-    case 5: return CopyUnit<5>(sum, unit);
-    case 6: return CopyUnit<6>(sum, unit);
-    case 7: return CopyUnit<7>(sum, unit);
-    case 8: return CopyUnit<8>(sum, unit);
-    case 9: return CopyUnit<9>(sum, unit);
-    case 10: return CopyUnit<10>(sum, unit);
-    case 11: return CopyUnit<11>(sum, unit);
-    case 12: return CopyUnit<12>(sum, unit);
-    case 13: return CopyUnit<13>(sum, unit);
-    case 14: return CopyUnit<14>(sum, unit);
-    default: return CopyUnit<15>(sum, unit);
+    case 0: return CopyHalf<0>(sum, pairs);
+    case 1: return CopyHalf<1>(sum, pairs);
+    case 2: return CopyHalf<2>(sum, pairs);
+    case 3: return CopyHalf<3>(sum, pairs);
+    case 4: return CopyHalf<4>(sum, pairs);
+    case 5: return CopyHalf<5>(sum, pairs);
+    case 6: return CopyHalf<6>(sum, pairs);
+    case 7: return CopyHalf<7>(sum, pairs);
+    case 8: return CopyHalf<8>(sum, pairs);
+    case 9: return CopyHalf<9>(sum, pairs);
+    case 10: return CopyHalf<10>(sum, pairs);
+    case 11: return CopyHalf<11>(sum, pairs);
+    case 12: return CopyHalf<12>(sum, pairs);
+    case 13: return CopyHalf<13>(sum, pairs);
+    case 14: return CopyHalf<14>(sum, pairs);
+    default: return CopyHalf<15>(sum, pairs);
   }
 }
 
-// Two neighbouring columns of a row in the storage dtype, as the sums have them: a unit is four of these.
+// Two neighbouring columns of a row in the storage dtype.
 template <typename S>
 struct Pair;
 
@@ -152,10 +152,10 @@ struct Pair<float> {
   }
 };
 
-// 16 columns of a warp's rows. at[i]: of a lane's row i % 2, columns 8 * (i / 2) + lane % 4 * 2 on; what ldmatrix and
-// stmatrix take too.
+// Half of a group in the storage dtype, as the sums have it: at[i] is at column 8 i + 2 t. What ldmatrix and stmatrix
+// take too.
 template <typename S>
-struct Unit {
+struct Half {
   Pair<S> at[4];
 };
 

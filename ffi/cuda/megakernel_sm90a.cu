@@ -523,14 +523,14 @@ __device__ __forceinline__ void Skip(Shared& s, Cursor<kStages>& stage, int step
   }
 }
 
-__device__ __forceinline__ void LoadUnit(uint32_t row, Unit<BFloat16>& unit) {
+__device__ __forceinline__ void LoadHalf(uint32_t row, Half<BFloat16>& half) {
   uint32_t words[4];
   ptx::LoadMatrix4<false>(words, row);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) unit.at[i].w = words[i];
+  for (int i = 0; i < 4; ++i) half.at[i].w = words[i];
 }
-__device__ __forceinline__ void StoreUnit(const Unit<BFloat16>& unit, uint32_t row) {
-  const uint32_t words[4] = {unit.at[0].w, unit.at[1].w, unit.at[2].w, unit.at[3].w};
+__device__ __forceinline__ void StoreHalf(const Half<BFloat16>& half, uint32_t row) {
+  const uint32_t words[4] = {half.at[0].w, half.at[1].w, half.at[2].w, half.at[3].w};
   ptx::StoreMatrix4(words, row);
 }
 
@@ -562,24 +562,24 @@ __device__ void Calculate(const Params& p, Shared& s, int rank, int warp, int la
         Multiply<Major::kMn, Major::kMn, true>(s, stage, steps, group, empties, lane, sum);
       }
     }
-    // What the finishing steps of dgrad-down leave to it: where the lane's row of 8 columns lies in gate's box.
-    const auto place = [&](int unit) {
-      const int row = warp % 4 * 16 + lane % 16, chunk = (unit % 4 * 2 + lane / 16) ^ (row % 8);
+    // Of a half group (fragment.cuh) in the stage that holds it: this lane's row of 8 columns of gate or dg.
+    const auto place = [&](int index) {
+      const int row = warp % 4 * 16 + index % 2 * 8 + lane % 8, chunk = (index / 2 % 2 * 4 + lane / 8) ^ (row % 8);
       return ptx::Shared(s.stages[stage.at]) + group * kBoxBytes + row * 128 + chunk * 16;
     };
-    const auto load = [&](int unit, Unit<BFloat16>& gate, Unit<BFloat16>& up) {
-      if (unit % 4 == 0) ptx::BarrierWait(ptx::Shared(&s.full[stage.at]), stage.parity);
-      const uint32_t from = place(unit);
-      LoadUnit(from, gate);
-      LoadUnit(from + 2 * kBoxBytes, up);
+    const auto load = [&](int index, Half<BFloat16>& gate, Half<BFloat16>& up) {
+      if (index % 4 == 0) ptx::BarrierWait(ptx::Shared(&s.full[stage.at]), stage.parity);
+      const uint32_t from = place(index);
+      LoadHalf(from, gate);
+      LoadHalf(from + 2 * kBoxBytes, up);
     };
-    const auto store = [&](int unit, const Unit<BFloat16>& d_gate, const Unit<BFloat16>& d_up,
-                           const Unit<BFloat16>& h) {
-      const uint32_t to = place(unit);
-      StoreUnit(d_gate, to);
-      StoreUnit(d_up, to + 2 * kBoxBytes);
-      StoreUnit(h, to + 4 * kBoxBytes);
-      if (unit % 4 < 3) return;
+    const auto store = [&](int index, const Half<BFloat16>& d_gate, const Half<BFloat16>& d_up,
+                           const Half<BFloat16>& h) {
+      const uint32_t to = place(index);
+      StoreHalf(d_gate, to);
+      StoreHalf(d_up, to + 2 * kBoxBytes);
+      StoreHalf(h, to + 4 * kBoxBytes);
+      if (index % 4 < 3) return;
       ptx::FenceProxyAsync();  // before the copy engine reads
       __syncwarp();
       if (lane == 0) ptx::BarrierArrive(ptx::Shared(&s.written[stage.at]));

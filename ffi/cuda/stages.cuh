@@ -2,8 +2,8 @@
 // rounding, and where each result goes. Shared by the portable and the Hopper kernel.
 //
 // Code size matters here: fully unrolled, the stages overflow the instruction cache and take ten times as
-// long (H200, 2026-11-29). So those that calculate are loops over units of 16 or groups of 32 columns, on 8 or 16 sums
-// that a switch selects; those that only store are unrolled.
+// long (H200, 2026-11-29). So those that calculate are loops over groups of 32 columns, on 8 or 16 sums that a
+// switch selects; those that only store are unrolled.
 #ifndef MOK_CUDA_STAGES_CUH_
 #define MOK_CUDA_STAGES_CUH_
 
@@ -66,9 +66,9 @@ class Stages {
     for (int i = 0; i < kSums; ++i) sum[i] *= one;
   }
 
-  // What dgrad-down reads and writes, unit by unit, in this order and once each: load(unit, gate, up) and
-  // store(unit, d_gate, d_up, h). What is loaded of rows and columns that do not exist is not used; what is stored of
-  // them is zero.
+  // What dgrad-down reads and writes, half group by half group (fragment.cuh), in this order and once each:
+  // load(index, gate, up) and store(index, d_gate, d_up, h). What is loaded of rows and columns that do not exist is
+  // not used; what is stored of them is zero.
   template <typename Load, typename Store>
   __device__ __forceinline__ void End(const Work& w, const float (&sum)[kSums], Load&& load, Store&& store) const {
     const bool clamps = p_.swiglu_limit < kInfinite;
@@ -91,13 +91,13 @@ class Stages {
     const Stages& stages;
     const Work& w;
 
-    __device__ __forceinline__ void operator()(int unit, Unit<S>& gate, Unit<S>& up) const {
+    __device__ __forceinline__ void operator()(int index, Half<S>& gate, Half<S>& up) const {
+      const int64_t at = stages.Place(w, index);
+      const int columns = stages.Row(index % 2) < w.count ? stages.Columns(w, index) : 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int64_t at = stages.Place(w, unit, i);
-        const int columns = stages.Row(i % 2) < w.count ? stages.Columns(w, unit, i) : 0;
-        gate.at[i].template Load<whole>(At(stages.Gate(w), at), columns);
-        up.at[i].template Load<whole>(At(stages.Up(w), at), columns);
+        gate.at[i].template Load<whole>(At(stages.Gate(w), at + 8 * i), columns - 8 * i);
+        up.at[i].template Load<whole>(At(stages.Up(w), at + 8 * i), columns - 8 * i);
       }
     }
   };
@@ -105,17 +105,18 @@ class Stages {
     const Stages& stages;
     const Work& w;
 
-    __device__ __forceinline__ void operator()(int unit, const Unit<S>& d_gate, const Unit<S>& d_up,
-                                               const Unit<S>& h) const {
+    __device__ __forceinline__ void operator()(int index, const Half<S>& d_gate, const Half<S>& d_up,
+                                               const Half<S>& h) const {
       const Ring& ring = stages.p_.ring;
+      const int64_t at = stages.Place(w, index);
+      // Padding rows of the ring too: the weights' gradients read them.
+      const int columns = stages.Row(index % 2) < w.count || !w.shared ? stages.Columns(w, index) : 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int64_t at = stages.Place(w, unit, i);
-        // Padding rows of the ring too: the weights' gradients read them.
-        const int columns = stages.Row(i % 2) < w.count || !w.shared ? stages.Columns(w, unit, i) : 0;
-        d_gate.at[i].template Store<whole>(At(w.shared ? ring.shared_d_gate : ring.d_gate, at), columns);
-        d_up.at[i].template Store<whole>(At(w.shared ? ring.shared_d_up : ring.d_up, at), columns);
-        h.at[i].template Store<whole>(At(w.shared ? ring.shared_h : ring.h, at), columns);
+        d_gate.at[i].template Store<whole>(At(w.shared ? ring.shared_d_gate : ring.d_gate, at + 8 * i),
+                                           columns - 8 * i);
+        d_up.at[i].template Store<whole>(At(w.shared ? ring.shared_d_up : ring.d_up, at + 8 * i), columns - 8 * i);
+        h.at[i].template Store<whole>(At(w.shared ? ring.shared_h : ring.h, at + 8 * i), columns - 8 * i);
       }
     }
   };
@@ -149,12 +150,11 @@ class Stages {
   }
   __device__ bool Backward() const { return p_.pass.direction == Direction::kBackward; }
   __device__ bool KeepsContext(const Work& w) const { return w.task.macrobatch == 0 && p_.pass.context; }
-  // Of pair `i` of a unit of dgrad-down: where it lies in its matrix, and how many columns are left there.
-  __device__ int64_t Place(const Work& w, int unit, int i) const {
-    return (static_cast<int64_t>(w.row) + Row(i % 2)) * Width(w) + w.column + Column(unit, i);
+  // Of a half group of dgrad-down's: where its first pair lies in its matrix, and how many columns are left there.
+  __device__ int64_t Place(const Work& w, int index) const {
+    return (static_cast<int64_t>(w.row) + Row(index % 2)) * Width(w) + w.column + 32 * (index / 2) + 2 * t_;
   }
-  __device__ int Columns(const Work& w, int unit, int i) const { return Width(w) - w.column - Column(unit, i); }
-  __device__ int Column(int unit, int i) const { return 16 * unit + i / 2 * 8 + 2 * t_; }
+  __device__ int Columns(const Work& w, int index) const { return Width(w) - w.column - 32 * (index / 2) - 2 * t_; }
 
   // Gate in the first half of the tile's columns, up in the second.
   template <bool clamps>
@@ -257,27 +257,26 @@ class Stages {
   __device__ __forceinline__ void DgradDown(const Work& w, const float (&sum)[kSums], Load&& load,
                                             Store&& store) const {
     const bool full = warp_row_ + 16 <= w.count && w.column + kTileN <= Width(w);  // the warp's part of the tile
-    const float weights[2] = {Weight(w, Row(0)), Weight(w, Row(1))};
-    float d_weights[2] = {};
+    float weight = Weight(w, Row(0)), other_weight = Weight(w, Row(1));            // of this row and of the other one
+    float d_weight = 0, other_d_weight = 0;
 #pragma unroll 1
-    for (int unit = 0; unit < kTileN / 16; ++unit) {
-      float d_h[8];
-      SelectUnit(sum, unit, d_h);
-      Unit<S> gate, up, h;
-      load(unit, gate, up);
+    for (int index = 0; index < kSums / 8; ++index) {  // both rows in turn
+      float d_h[4][2];
+      SelectHalf(sum, index, d_h);
+      Half<S> gate, up, h;
+      load(index, gate, up);
       if (!full) {
+        const int columns = Row(index % 2) < w.count ? Columns(w, index) : 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int columns = Row(i % 2) < w.count ? Columns(w, unit, i) : 0;
-          if (columns <= 0) gate.at[i].Clear(), up.at[i].Clear();
+          if (columns - 8 * i <= 0) gate.at[i].Clear(), up.at[i].Clear();
           // Of columns beyond the last one too: 0 * Inf of an infinite dy is NaN, and so is its product with h = 0.
 #pragma unroll
-          for (int c = 0; c < 2; ++c) d_h[2 * i + c] = c < columns ? d_h[2 * i + c] : 0.0f;
+          for (int c = 0; c < 2; ++c) d_h[i][c] = 8 * i + c < columns ? d_h[i][c] : 0.0f;
         }
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float weight = weights[i % 2];
         float g[2], u[2], hidden[2], sigmoid[2];
         gate.at[i].Widen(g);
         up.at[i].Widen(u);
@@ -291,9 +290,9 @@ class Stages {
         h.at[i].Widen(hidden);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          d_weights[i % 2] += d_h[2 * i + c] * hidden[c];
+          d_weight += d_h[i][c] * hidden[c];
           hidden[c] *= weight;
-          const float d = weight * d_h[2 * i + c];
+          const float d = weight * d_h[i][c];
           if (clamps) {
             float d_g, d_u;
             activation_.Backward(g[c], u[c], sigmoid[c], d, &d_g, &d_u);
@@ -309,12 +308,15 @@ class Stages {
         up.at[i].Round(u);
         h.at[i].Round(hidden);
       }
-      store(unit, gate, up, h);
+      store(index, gate, up, h);
+      const float last_weight = weight, last_d_weight = d_weight;
+      weight = other_weight, other_weight = last_weight;
+      d_weight = other_d_weight, other_d_weight = last_d_weight;
     }
     if (w.shared) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float total = d_weights[half];
+      float total = half == 0 ? d_weight : other_d_weight;
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
       if (t_ == 0 && Row(half) < w.count) {
