@@ -433,6 +433,7 @@ __device__ void SendOut(const Params& p, const Maps& maps, Shared& s, const Pair
   const int rows = w.shared ? w.count : kTileM;  // padding rows of the ring too
   const int16_t to_shared = w.shared ? kSharedH - kH : 0;
   const int16_t ids[3] = {kDGate, kDUp, kH};
+  ptx::FenceProxyAsync();  // orders the copies after what the ticket warp has waited for
   for (int i = 0; i < kFinishingSteps; ++i, stage = (stage + 1) % kStages) {
     ptx::BarrierWait(ptx::Shared(&s.written[stage]), parity);
     const uint32_t from = ptx::Shared(s.stages[stage]);
@@ -447,12 +448,10 @@ __device__ void SendOut(const Params& p, const Maps& maps, Shared& s, const Pair
       ptx::StoreBulkCommit();
       ptx::StoreBulkWaitRead<0>();
     }
-    for (int cta = 0; cta < 2; ++cta) {
-      ptx::BarrierArriveMapped(ptx::MapShared(ptx::Shared(&s.empty[stage]), apart ? rank : cta), kMathWarps);
+    for (const int cta : {rank, apart ? rank : rank ^ 1}) {
+      ptx::BarrierArriveMapped(ptx::MapShared(ptx::Shared(&s.empty[stage]), cta), kMathWarps);
     }
   }
-  ptx::StoreBulkWait<0>();
-  ptx::FenceProxyAsync();  // orders the copies before the signal that lets others read them
 }
 
 __device__ void SignalFinished(const Params& p, const Maps& maps, Shared& s, int rank) {
@@ -463,7 +462,8 @@ __device__ void SignalFinished(const Params& p, const Maps& maps, Shared& s, int
     ptx::BarrierWait(ptx::Shared(&s.work_full[slot.at]), slot.parity);
     const PairWork& w = s.work[slot.at];
     if (w.last) return;
-    if (RoutedOp(w.task.op) == Op::kDgradDown) {
+    const bool sends = RoutedOp(w.task.op) == Op::kDgradDown;
+    if (sends) {
       SendOut(p, maps, s, w, rank, (stage + w.gemm.steps) % kStages, parity);
       parity ^= 1;
     }
@@ -471,6 +471,10 @@ __device__ void SignalFinished(const Params& p, const Maps& maps, Shared& s, int
       ptx::BarrierArriveMapped(ptx::MapShared(ptx::Shared(&s.other_done[slot.at]), rank ^ 1));
     }
     stage = (stage + w.steps) % kStages;
+    if (sends) {
+      ptx::StoreBulkWait<0>();
+      ptx::FenceProxyAsync();  // orders the copies before the signal that lets others read them
+    }
     ptx::BarrierWait(ptx::Shared(&s.finished[slot.at]), slot.parity);
     Signal(p, w.task.signal);
     ptx::BarrierArrive(ptx::Shared(&s.work_empty[slot.at]));
@@ -580,7 +584,7 @@ __device__ void Calculate(const Params& p, Shared& s, int rank, int warp, int la
       StoreHalf(d_up, to + 2 * kBoxBytes);
       StoreHalf(h, to + 4 * kBoxBytes);
       if (index % 4 < 3) return;
-      ptx::FenceProxyAsync();  // before the copy engine reads
+      ptx::FenceProxyAsyncShared();  // before the copy engine reads
       __syncwarp();
       if (lane == 0) ptx::BarrierArrive(ptx::Shared(&s.written[stage.at]));
       stage.Next();

@@ -177,6 +177,8 @@ __device__ __forceinline__ void BarrierWaitCluster(uint32_t barrier, uint32_t pa
 
 // Orders generic accesses before (after) those of the copy engine and the tensor cores.
 __device__ __forceinline__ void FenceProxyAsync() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Those of this CTA's shared memory alone; the other one compiles to a fence of the whole GPU too.
+__device__ __forceinline__ void FenceProxyAsyncShared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A box of a three-dimensional tensor: x runs along a row, y over rows, z over matrices. Arrives with its
 // bytes at `barrier`; what lies outside the tensor is zero.
