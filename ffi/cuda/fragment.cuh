@@ -83,6 +83,82 @@ __device__ __forceinline__ void SelectHalf(const float (&sum)[kSums], int index,
   }
 }
 
+// Two neighbouring columns of a row in the storage dtype.
+template <typename S>
+struct Pair;
+
+template <>
+struct Pair<BFloat16> {
+  uint32_t w;
+
+  __device__ __forceinline__ void Clear() { w = 0; }
+  __device__ __forceinline__ void Round(const float (&v)[2]) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(v[0], v[1]);
+    memcpy(&w, &pair, sizeof(w));
+  }
+  __device__ __forceinline__ void Widen(float (&v)[2]) const {
+    v[0] = __uint_as_float(w << 16);
+    v[1] = __uint_as_float(w & 0xffff0000u);
+  }
+  // whole: both columns are there or none; else `columns` (of 2, maybe negative) are.
+  template <bool whole>
+  __device__ __forceinline__ void Load(const BFloat16* from, int columns) {
+    Clear();
+    if constexpr (whole) {
+      if (columns > 0) w = __ldcg(reinterpret_cast<const unsigned int*>(from));
+    } else {
+      if (columns > 0) w = __ldcg(reinterpret_cast<const unsigned short*>(from));
+      if (columns > 1) w |= static_cast<uint32_t>(__ldcg(reinterpret_cast<const unsigned short*>(from + 1))) << 16;
+    }
+  }
+  template <bool whole>
+  __device__ __forceinline__ void Store(BFloat16* to, int columns) const {
+    if constexpr (whole) {
+      if (columns > 0) *reinterpret_cast<uint32_t*>(to) = w;
+    } else {
+      if (columns > 0) to[0].bits = static_cast<uint16_t>(w);
+      if (columns > 1) to[1].bits = static_cast<uint16_t>(w >> 16);
+    }
+  }
+};
+
+template <>
+struct Pair<float> {
+  float v[2];
+
+  __device__ __forceinline__ void Clear() { v[0] = v[1] = 0; }
+  __device__ __forceinline__ void Round(const float (&from)[2]) { v[0] = from[0], v[1] = from[1]; }
+  __device__ __forceinline__ void Widen(float (&to)[2]) const { to[0] = v[0], to[1] = v[1]; }
+  template <bool whole>
+  __device__ __forceinline__ void Load(const float* from, int columns) {
+    Clear();
+    if constexpr (whole) {
+      if (columns <= 0) return;
+      const float2 both = __ldcg(reinterpret_cast<const float2*>(from));
+      v[0] = both.x, v[1] = both.y;
+    } else {
+      if (columns > 0) v[0] = __ldcg(from);
+      if (columns > 1) v[1] = __ldcg(from + 1);
+    }
+  }
+  template <bool whole>
+  __device__ __forceinline__ void Store(float* to, int columns) const {
+    if constexpr (whole) {
+      if (columns > 0) *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
+    } else {
+      if (columns > 0) to[0] = v[0];
+      if (columns > 1) to[1] = v[1];
+    }
+  }
+};
+
+// Half of a group in the storage dtype, as the sums have it: at[i] is at column 8 i + 2 t. What ldmatrix and stmatrix
+// take too.
+template <typename S>
+struct Half {
+  Pair<S> at[4];
+};
+
 // Eight values of a row in the storage dtype.
 template <typename S>
 struct Vector;

@@ -244,7 +244,8 @@ __global__ void __launch_bounds__(kThreads, 1)
           Multiply<S, Major::kK, Major::kK>(p, matrices, w.gemm, buffers, warp, lane, sum);
         }
       }
-      stages.End(w, sum, typename Stages<S, whole>::FromMemory{stages, w});
+      using Memory = Stages<S, whole>;
+      stages.End(w, sum, typename Memory::FromMemory{stages, w}, typename Memory::ToMemory{stages, w});
     }
     __threadfence();  // what this thread stored, before thread 0 signals for all
     __syncthreads();

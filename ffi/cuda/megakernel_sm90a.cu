@@ -38,7 +38,8 @@ static_assert(kLag < kMoveBuffers, "a piece's buffer must be free when it comes 
 enum class Common { kNothing, kA, kB };
 
 // After its product dgrad-down needs gate and up of its tile. The copy engine brings 64 columns of both in a step,
-// as boxes in the order gate's upper and lower rows, up's upper and lower rows.
+// as boxes in the order gate's upper and lower rows, up's upper and lower rows. The math warps put dg and du in their
+// place and h into the last two boxes, and the signalling warp sends them out.
 constexpr int kFinishingSteps = kTileN / kStep, kFinishingBytes = 4 * kBoxBytes;
 
 // A CTA's task beside the other CTA's.
@@ -70,12 +71,14 @@ struct Shared {
   int32_t tickets[kWorkSlots];  // from the cluster's first CTA to its second
   // full: the copy engine's bytes (1 arrival), waited for by the math warps; empty: the math warps of both CTAs
   // (16; without a common operand those of one, each twice), by the copying warp. other_done: the other CTA's
-  // math warps (8) after tasks without a common operand, by the copying warp. work_full: the ticket warp (1),
+  // math warps (8) and its signalling warp after tasks without a common operand, by the copying warp. written: the
+  // math warps (8) when a stage holds results of dgrad-down, by the signalling warp, which then frees the stage in
+  // their place. work_full: the ticket warp (1),
   // by all that work on the slot; finished: the math warps (8), by the signalling warp; work_empty: the copying
   // warp, the signalling warp and each lane of the math warps (NVIDIA's racecheck does not see that __syncwarp orders
   // them before one that arrives for all), by the ticket warp. moved: the copy engine's bytes (1), by the moving warp.
   // ticket_full: the first CTA's bytes (1), by the second's ticket warp; ticket_empty: the other way (1).
-  uint64_t full[kStages], empty[kStages], other_done[kWorkSlots];
+  uint64_t full[kStages], empty[kStages], written[kStages], other_done[kWorkSlots];
   uint64_t work_full[kWorkSlots], finished[kWorkSlots], work_empty[kWorkSlots];
   uint64_t moved[kMoveBuffers];
   uint64_t ticket_full[kWorkSlots], ticket_empty[kWorkSlots];
@@ -420,14 +423,60 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
   }
 }
 
-// ---- warp 3: signals ----
+// ---- warp 3: results of dgrad-down, signals ----
 
-__device__ void SignalFinished(const Params& p, Shared& s) {
+// By one thread. stage: of the first step after the product.
+__device__ void SendOut(const Params& p, const Maps& maps, Shared& s, const PairWork& w, int rank, int stage,
+                        uint32_t parity) {
+  const bool apart = w.common == Common::kNothing;
+  const int width = static_cast<int>(w.shared ? p.dims.shared_intermediate : p.dims.intermediate);
+  const int rows = w.shared ? w.count : kTileM;  // padding rows of the ring too
+  const int16_t to_shared = w.shared ? kSharedH - kH : 0;
+  const int16_t ids[3] = {kDGate, kDUp, kH};
+  ptx::FenceProxyAsync();  // orders the copies after what the ticket warp has waited for
+  for (int i = 0; i < kFinishingSteps; ++i, stage = (stage + 1) % kStages) {
+    ptx::BarrierWait(ptx::Shared(&s.written[stage]), parity);
+    const uint32_t from = ptx::Shared(s.stages[stage]);
+    const int column = w.column + i * kStep;
+    if (column < width) {
+#pragma unroll
+      for (int box = 0; box < 6; ++box) {
+        const int row = 64 * (box % 2);
+        if (row >= rows) continue;
+        ptx::StoreTensor(&maps.at[ids[box / 2] + to_shared], from + box * kBoxBytes, column, w.row + row, 0);
+      }
+      ptx::StoreBulkCommit();
+      ptx::StoreBulkWaitRead<0>();
+    }
+    for (const int cta : {rank, apart ? rank : rank ^ 1}) {
+      ptx::BarrierArriveMapped(ptx::MapShared(ptx::Shared(&s.empty[stage]), cta), kMathWarps);
+    }
+  }
+}
+
+__device__ void SignalFinished(const Params& p, const Maps& maps, Shared& s, int rank) {
+  int stage = 0;
+  uint32_t parity = 0;  // of all of `written`: a task of dgrad-down takes each stage once
+  static_assert(kFinishingSteps == kStages, "each stage is written once by a task");
   for (Cursor<kWorkSlots> slot;; slot.Next()) {
     ptx::BarrierWait(ptx::Shared(&s.work_full[slot.at]), slot.parity);
-    if (s.work[slot.at].last) return;
+    const PairWork& w = s.work[slot.at];
+    if (w.last) return;
+    const bool sends = RoutedOp(w.task.op) == Op::kDgradDown;
+    if (sends) {
+      SendOut(p, maps, s, w, rank, (stage + w.gemm.steps) % kStages, parity);
+      parity ^= 1;
+    }
+    if (w.common == Common::kNothing) {
+      ptx::BarrierArriveMapped(ptx::MapShared(ptx::Shared(&s.other_done[slot.at]), rank ^ 1));
+    }
+    stage = (stage + w.steps) % kStages;
+    if (sends) {
+      ptx::StoreBulkWait<0>();
+      ptx::FenceProxyAsync();  // orders the copies before the signal that lets others read them
+    }
     ptx::BarrierWait(ptx::Shared(&s.finished[slot.at]), slot.parity);
-    Signal(p, s.work[slot.at].task.signal);
+    Signal(p, w.task.signal);
     ptx::BarrierArrive(ptx::Shared(&s.work_empty[slot.at]));
   }
 }
@@ -478,6 +527,17 @@ __device__ __forceinline__ void Skip(Shared& s, Cursor<kStages>& stage, int step
   }
 }
 
+__device__ __forceinline__ void LoadHalf(uint32_t row, Half<BFloat16>& half) {
+  uint32_t words[4];
+  ptx::LoadMatrix4<false>(words, row);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) half.at[i].w = words[i];
+}
+__device__ __forceinline__ void StoreHalf(const Half<BFloat16>& half, uint32_t row) {
+  const uint32_t words[4] = {half.at[0].w, half.at[1].w, half.at[2].w, half.at[3].w};
+  ptx::StoreMatrix4(words, row);
+}
+
 __device__ void Calculate(const Params& p, Shared& s, int rank, int warp, int lane) {
   using ptx::Major;
   const int group = warp / 4;
@@ -506,31 +566,37 @@ __device__ void Calculate(const Params& p, Shared& s, int rank, int warp, int la
         Multiply<Major::kMn, Major::kMn, true>(s, stage, steps, group, empties, lane, sum);
       }
     }
-    // The lane's eight columns of a row, from the stage that holds them; gives it back after the last ones.
-    const auto load = [&](int columns, int half, Vector<BFloat16>& gate, Vector<BFloat16>& up) {
-      gate.Clear();
-      up.Clear();
-      if (idle) return;
-      if (columns % 2 == 0 && half == 0) ptx::BarrierWait(ptx::Shared(&s.full[stage.at]), stage.parity);
-      const int row = warp % 4 * 16 + lane / 4 + 8 * half, chunk = (columns % 2 * 4 + lane % 4) ^ (row % 8);
-      if (64 * group + row < w.count) {
-        const uint8_t* at = s.stages[stage.at] + group * kBoxBytes + row * 128 + chunk * 16;
-        memcpy(gate.w, __builtin_assume_aligned(at, 16), 16);
-        memcpy(up.w, __builtin_assume_aligned(at + 2 * kBoxBytes, 16), 16);
-      }
-      if (columns % 2 == 1 && half == 1) {
-        __syncwarp();
-        Release(empties, stage.at, lane);
-        stage.Next();
-        --left;
-      }
+    // Of a half group (fragment.cuh) in the stage that holds it: this lane's row of 8 columns of gate or dg.
+    const auto place = [&](int index) {
+      const int row = warp % 4 * 16 + index % 2 * 8 + lane % 8, chunk = (index / 2 % 2 * 4 + lane / 8) ^ (row % 8);
+      return ptx::Shared(s.stages[stage.at]) + group * kBoxBytes + row * 128 + chunk * 16;
     };
-    if (idle || op != Op::kDgradDown) {
-      Skip(s, stage, left, empties, lane);
-      left = 0;
+    const auto load = [&](int index, Half<BFloat16>& gate, Half<BFloat16>& up) {
+      if (index % 4 == 0) ptx::BarrierWait(ptx::Shared(&s.full[stage.at]), stage.parity);
+      const uint32_t from = place(index);
+      LoadHalf(from, gate);
+      LoadHalf(from + 2 * kBoxBytes, up);
+    };
+    const auto store = [&](int index, const Half<BFloat16>& d_gate, const Half<BFloat16>& d_up,
+                           const Half<BFloat16>& h) {
+      const uint32_t to = place(index);
+      StoreHalf(d_gate, to);
+      StoreHalf(d_up, to + 2 * kBoxBytes);
+      StoreHalf(h, to + 4 * kBoxBytes);
+      if (index % 4 < 3) return;
+      ptx::FenceProxyAsyncShared();  // before the copy engine reads
+      __syncwarp();
+      if (lane == 0) ptx::BarrierArrive(ptx::Shared(&s.written[stage.at]));
+      stage.Next();
+    };
+    int skipped = left;
+    if (op == Op::kDgradDown) {
+      skipped = idle ? w.gemm.steps : 0;
+      left -= kFinishingSteps;
     }
-    stages.End(w, sum, load);
-    Skip(s, stage, left, empties, lane);
+    Skip(s, stage, skipped, empties, lane);
+    stages.End(w, sum, load, store);
+    Skip(s, stage, left - skipped, empties, lane);
     if (apart && lane == 0) ptx::BarrierArriveMapped(ptx::MapShared(ptx::Shared(&s.other_done[slot.at]), rank ^ 1));
     __syncwarp();
     if (lane == 0) ptx::BarrierArrive(ptx::Shared(&s.finished[slot.at]));
@@ -547,6 +613,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = static_cast<int>(ptx::ClusterRank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
+      ptx::BarrierInit(ptx::Shared(&s.written[i]), kMathWarps);
       ptx::BarrierInit(ptx::Shared(&s.full[i]), 1);
       ptx::BarrierInit(ptx::Shared(&s.empty[i]), 2 * kMathWarps);
     }
@@ -555,7 +622,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       ptx::BarrierInit(ptx::Shared(&s.work_full[i]), 1);
       ptx::BarrierInit(ptx::Shared(&s.finished[i]), kMathWarps);
       ptx::BarrierInit(ptx::Shared(&s.work_empty[i]), 2 + 32 * kMathWarps);
-      ptx::BarrierInit(ptx::Shared(&s.other_done[i]), kMathWarps);
+      ptx::BarrierInit(ptx::Shared(&s.other_done[i]), kMathWarps + 1);
       ptx::BarrierInit(ptx::Shared(&s.ticket_full[i]), 1);
       ptx::BarrierInit(ptx::Shared(&s.ticket_empty[i]), 1);
       ptx::BarrierArriveExpect(ptx::Shared(&s.ticket_full[i]), sizeof(int32_t));
@@ -588,7 +655,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     } else if (warp == 2) {
       MoveRows(p, peers, launch, s, lane);
     } else {
-      if (lane == 0) SignalFinished(p, s);
+      if (lane == 0) SignalFinished(p, maps, s, rank);
     }
   } else {
     ptx::TakeRegisters<kMathRegisters>();

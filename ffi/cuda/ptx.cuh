@@ -122,6 +122,13 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
   }
 }
 
+// Four 8x8 matrices of 16-bit elements, as LoadMatrix4 without a transpose.
+__device__ __forceinline__ void StoreMatrix4(const uint32_t (&r)[4], uint32_t row) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // ---- sm_90: the two CTAs of a cluster ----
 
 __device__ __forceinline__ uint32_t ClusterRank() {
@@ -142,6 +149,9 @@ __device__ __forceinline__ uint32_t MapShared(uint32_t shared, uint32_t rank) {
 // instead of 675). Here tensor cores have read what the barrier guards, which needs no fence.
 __device__ __forceinline__ void BarrierArriveMapped(uint32_t mapped) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
+}
+__device__ __forceinline__ void BarrierArriveMapped(uint32_t mapped, int arrivals) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(mapped), "r"(arrivals) : "memory");
 }
 // Stores a word and arrives with its 4 bytes, both in another CTA.
 __device__ __forceinline__ void StoreMapped(uint32_t to, int32_t value, uint32_t barrier) {
@@ -167,6 +177,8 @@ __device__ __forceinline__ void BarrierWaitCluster(uint32_t barrier, uint32_t pa
 
 // Orders generic accesses before (after) those of the copy engine and the tensor cores.
 __device__ __forceinline__ void FenceProxyAsync() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Those of this CTA's shared memory alone; the other one compiles to a fence of the whole GPU too.
+__device__ __forceinline__ void FenceProxyAsyncShared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A box of a three-dimensional tensor: x runs along a row, y over rows, z over matrices. Arrives with its
 // bytes at `barrier`; what lies outside the tensor is zero.
@@ -195,6 +207,12 @@ __device__ __forceinline__ void LoadBulk(uint32_t to, const void* from, int byte
 // `bytes` (a multiple of 16) from shared to global memory, in the caller's current bulk group.
 __device__ __forceinline__ void StoreBulk(void* to, uint32_t from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+// A box of a tensor as CopyTensor brings it; what lies outside the tensor stays away.
+__device__ __forceinline__ void StoreTensor(const CUtensorMap* map, uint32_t from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
+               "r"(x), "r"(y), "r"(z)
                : "memory");
 }
 __device__ __forceinline__ void StoreBulkCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

@@ -66,14 +66,15 @@ class Stages {
     for (int i = 0; i < kSums; ++i) sum[i] *= one;
   }
 
-  // load(group, half, gate, up): what dgrad-down needs of gate and up, column group by column group and, in each,
-  // for both of a lane's rows: eight columns of one. Called in this order, once each.
-  template <typename Load>
-  __device__ __forceinline__ void End(const Work& w, const float (&sum)[kSums], Load&& load) const {
+  // What dgrad-down reads and writes, half group by half group (fragment.cuh), in this order and once each:
+  // load(index, gate, up) and store(index, d_gate, d_up, h). What is loaded of rows and columns that do not exist is
+  // not used; what is stored of them is zero.
+  template <typename Load, typename Store>
+  __device__ __forceinline__ void End(const Work& w, const float (&sum)[kSums], Load&& load, Store&& store) const {
     const bool clamps = p_.swiglu_limit < kInfinite;
     switch (RoutedOp(w.task.op)) {
       case Op::kGateUp: return clamps ? GateUp<true>(w, sum) : GateUp<false>(w, sum);
-      case Op::kDgradDown: return clamps ? DgradDown<true>(w, sum, load) : DgradDown<false>(w, sum, load);
+      case Op::kDgradDown: return clamps ? DgradDown<true>(w, sum, load, store) : DgradDown<false>(w, sum, load, store);
       case Op::kDown:
       case Op::kDgradGateUp:
         Out(w, sum);
@@ -85,17 +86,38 @@ class Stages {
     }
   }
 
-  // The `load` of End from global memory.
+  // `load` and `store` of End in global memory.
   struct FromMemory {
     const Stages& stages;
     const Work& w;
 
-    __device__ __forceinline__ void operator()(int group, int half, Vector<S>& gate, Vector<S>& up) const {
-      const int row = stages.Row(half), width = stages.Width(w), first = w.column + 8 * stages.t_ + 32 * group;
-      const int64_t at = (static_cast<int64_t>(w.row) + row) * width + first;
-      const int columns = row < w.count ? width - first : 0;
-      gate.template Load<whole>(At(stages.Gate(w), at), columns);
-      up.template Load<whole>(At(stages.Up(w), at), columns);
+    __device__ __forceinline__ void operator()(int index, Half<S>& gate, Half<S>& up) const {
+      const int64_t at = stages.Place(w, index);
+      const int columns = stages.Row(index % 2) < w.count ? stages.Columns(w, index) : 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        gate.at[i].template Load<whole>(At(stages.Gate(w), at + 8 * i), columns - 8 * i);
+        up.at[i].template Load<whole>(At(stages.Up(w), at + 8 * i), columns - 8 * i);
+      }
+    }
+  };
+  struct ToMemory {
+    const Stages& stages;
+    const Work& w;
+
+    __device__ __forceinline__ void operator()(int index, const Half<S>& d_gate, const Half<S>& d_up,
+                                               const Half<S>& h) const {
+      const Ring& ring = stages.p_.ring;
+      const int64_t at = stages.Place(w, index);
+      // Padding rows of the ring too: the weights' gradients read them.
+      const int columns = stages.Row(index % 2) < w.count || !w.shared ? stages.Columns(w, index) : 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        d_gate.at[i].template Store<whole>(At(w.shared ? ring.shared_d_gate : ring.d_gate, at + 8 * i),
+                                           columns - 8 * i);
+        d_up.at[i].template Store<whole>(At(w.shared ? ring.shared_d_up : ring.d_up, at + 8 * i), columns - 8 * i);
+        h.at[i].template Store<whole>(At(w.shared ? ring.shared_h : ring.h, at + 8 * i), columns - 8 * i);
+      }
     }
   };
 
@@ -128,6 +150,12 @@ class Stages {
   }
   __device__ bool Backward() const { return p_.pass.direction == Direction::kBackward; }
   __device__ bool KeepsContext(const Work& w) const { return w.task.macrobatch == 0 && p_.pass.context; }
+  // Of a half group of dgrad-down's: where its first pair lies in its matrix, and how many columns are left there.
+  __device__ int64_t Place(const Work& w, int index) const {
+    return (static_cast<int64_t>(w.row) + Row(index % 2)) * Width(w) + w.column + 32 * (index / 2) + 2 * t_;
+  }
+  __device__ int Columns(const Work& w, int index) const { return Width(w) - w.column - 32 * (index / 2) - 2 * t_; }
+
   // Gate in the first half of the tile's columns, up in the second.
   template <bool clamps>
   __device__ __forceinline__ void GateUp(const Work& w, const float (&sum)[kSums]) const {
@@ -222,65 +250,65 @@ class Stages {
 
   // From dh' in the sums: h again, its share of dw = <dh', h>, dg, du and w * h. Padding rows come out zero,
   // for the weight gradients: their gate, up, weight and dh' are taken as zero.
-  template <bool clamps, typename Load>
-  __device__ __forceinline__ void DgradDown(const Work& w, const float (&sum)[kSums], Load&& load) const {
-    const int width = Width(w), first = w.column + 8 * t_;
-    const int64_t at = (static_cast<int64_t>(w.row) + Row(0)) * width + first;
-    S* to_h = At(w.shared ? p_.ring.shared_h : p_.ring.h, at);
-    S* to_gate = At(w.shared ? p_.ring.shared_d_gate : p_.ring.d_gate, at);
-    S* to_up = At(w.shared ? p_.ring.shared_d_up : p_.ring.d_up, at);
-    float weight = Weight(w, Row(0)), other_weight = Weight(w, Row(1));  // of this row and of the other one
+  //
+  // Pair by pair as the sums lie, without a transpose: this is bound by its instructions (H200, 2026-11-30: 47 for an
+  // element, 21,600 cycles for a tile).
+  template <bool clamps, typename Load, typename Store>
+  __device__ __forceinline__ void DgradDown(const Work& w, const float (&sum)[kSums], Load&& load,
+                                            Store&& store) const {
+    const bool full = warp_row_ + 16 <= w.count && w.column + kTileN <= Width(w);  // the warp's part of the tile
+    float weight = Weight(w, Row(0)), other_weight = Weight(w, Row(1));            // of this row and of the other one
     float d_weight = 0, other_d_weight = 0;
-    const bool shared = w.shared;
 #pragma unroll 1
-    for (int index = 0; index < 16; ++index) {  // both rows in turn, which keeps what is live in registers
-      const int group = index / 2, half = index % 2, columns = width - first - 32 * group;
-      const bool exists = Row(half) < w.count;
-      const int there = exists ? columns : 0;
-      float pairs[4][2];
-      SelectHalf(sum, index, pairs);
-      Vector<S> packed[2];
-      load(group, half, packed[0], packed[1]);
-      float g[8], u[8], h[8], sigmoid[8];
-      packed[0].Widen(g);
-      packed[1].Widen(u);
-      Vector<float> d_h;
-      d_h.FromSums(pairs, t_);
+    for (int index = 0; index < kSums / 8; ++index) {  // both rows in turn
+      float d_h[4][2];
+      SelectHalf(sum, index, d_h);
+      Half<S> gate, up, h;
+      load(index, gate, up);
+      if (!full) {
+        const int columns = Row(index % 2) < w.count ? Columns(w, index) : 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        // Of columns beyond the last one too: 0 * Inf of an infinite dy is NaN, and so is its product with h = 0.
-        if ((whole ? 0 : i) >= there) d_h.v[i] = 0.0f;
-        const float clamped = clamps ? activation_.Gate(g[i]) : g[i];
-        sigmoid[i] = Sigmoid<S>(clamped);
-        h[i] = SwiGlu<float>::Forward(clamped, clamps ? activation_.Up(u[i]) : u[i], sigmoid[i]);
-      }
-      Vector<S> out;  // first the h that the forward pass multiplied by Wd
-      out.Round(h);
-      out.Widen(h);
+        for (int i = 0; i < 4; ++i) {
+          if (columns - 8 * i <= 0) gate.at[i].Clear(), up.at[i].Clear();
+          // Of columns beyond the last one too: 0 * Inf of an infinite dy is NaN, and so is its product with h = 0.
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        d_weight += d_h.v[i] * h[i];
-        h[i] *= weight;
-        const float d = weight * d_h.v[i];
-        if (clamps) {
-          float d_g, d_u;
-          activation_.Backward(g[i], u[i], sigmoid[i], d, &d_g, &d_u);
-          g[i] = d_g;
-          u[i] = d_u;
-        } else {
-          const float silu = g[i] * sigmoid[i];
-          g[i] = d * u[i] * (sigmoid[i] + silu * (1.0f - sigmoid[i]));
-          u[i] = d * silu;
+          for (int c = 0; c < 2; ++c) d_h[i][c] = 8 * i + c < columns ? d_h[i][c] : 0.0f;
         }
       }
-      const int64_t offset = half * int64_t{8} * width + 32 * group;
-      const int stored = exists || !shared ? columns : 0;
-      out.Round(g);
-      out.template Store<whole>(to_gate + offset, stored);
-      out.Round(u);
-      out.template Store<whole>(to_up + offset, stored);
-      out.Round(h);
-      out.template Store<whole>(to_h + offset, stored);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float g[2], u[2], hidden[2], sigmoid[2];
+        gate.at[i].Widen(g);
+        up.at[i].Widen(u);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float clamped = clamps ? activation_.Gate(g[c]) : g[c];
+          sigmoid[c] = Sigmoid<S>(clamped);
+          hidden[c] = SwiGlu<float>::Forward(clamped, clamps ? activation_.Up(u[c]) : u[c], sigmoid[c]);
+        }
+        h.at[i].Round(hidden);  // first the h that the forward pass multiplied by Wd
+        h.at[i].Widen(hidden);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          d_weight += d_h[i][c] * hidden[c];
+          hidden[c] *= weight;
+          const float d = weight * d_h[i][c];
+          if (clamps) {
+            float d_g, d_u;
+            activation_.Backward(g[c], u[c], sigmoid[c], d, &d_g, &d_u);
+            g[c] = d_g;
+            u[c] = d_u;
+          } else {
+            const float silu = g[c] * sigmoid[c];
+            g[c] = d * u[c] * (sigmoid[c] + silu * (1.0f - sigmoid[c]));
+            u[c] = d * silu;
+          }
+        }
+        gate.at[i].Round(g);
+        up.at[i].Round(u);
+        h.at[i].Round(hidden);
+      }
+      store(index, gate, up, h);
       const float last_weight = weight, last_d_weight = d_weight;
       weight = other_weight, other_weight = last_weight;
       d_weight = other_d_weight, other_d_weight = last_d_weight;
