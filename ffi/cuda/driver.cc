@@ -105,7 +105,7 @@ std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t
   };
   if (options.fill_with_nan) {
     phase("filling memory with NaN", [&](const Params& p) {
-      const char* failed = p.rank == 0 ? Fill(workspace, 0xff, workspace_bytes, stream) : nullptr;
+      const char* failed = p.rank == ranks[0].rank ? Fill(workspace, 0xff, workspace_bytes, stream) : nullptr;
       return failed != nullptr || !forward ? failed : FillContextWithNaN(p, stream);
     });
   }
