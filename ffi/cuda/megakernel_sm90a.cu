@@ -25,7 +25,7 @@ constexpr int kStages = 4, kStep = 64;      // of the pipeline; elements of the 
 constexpr int kBoxBytes = 64 * 128;         // 64 rows of 64 bfloat16
 constexpr int kStageBytes = 6 * kBoxBytes;  // two boxes of A, four of B
 constexpr int kWorkSlots = 2;
-constexpr int kCachedExperts = 384;
+constexpr int kCachedExperts = 256;
 // Careful: more than the CTA was launched with (65536 / 384, rounded down to a multiple of 8) and the second
 // warpgroup waits for registers for ever.
 constexpr int kLaunchRegisters = 168, kOtherRegisters = 72, kMathRegisters = 216;
@@ -64,6 +64,7 @@ struct Shared {
   const int32_t* row_counts;                                          // these or the originals
   TaskList list;
   PairWork work[kWorkSlots];
+  TaskList::Run runs[2];        // that the ticket warp is in: of this CTA's task and of the other one's
   Work other;                   // the other CTA's, to compare
   Task waited;                  // the task whose counters the ticket warp waits for
   int32_t tickets[kWorkSlots];  // from the cluster's first CTA to its second
@@ -255,7 +256,13 @@ __device__ void HandOut(const Params& p, const Launch& launch, Shared& s, int ra
   for (Cursor<kWorkSlots> slot;; slot.Next()) {
     const int first = 2 * tickets.Next(), index = first + (rank ^ (lane & 1));
     // Even lanes decode this CTA's task, odd lanes the other one's.
-    const Task task = index < tasks ? list.Compute(index) : Task{};
+    TaskList::Run& run = s.runs[lane & 1];
+    if (index < tasks && (index < run.begin || index >= run.end)) {
+      const TaskList::Run next = list.RunOf(index);
+      if (lane < 2) run = next;
+    }
+    __syncwarp();
+    const Task task = index < tasks ? list.Compute(run, index) : Task{};
     if (lane == 0) s.waited = task;
     __syncwarp();
     // After a wait that failed the rest goes on without waiting: the other CTA may count on this one.
@@ -563,6 +570,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   ptx::FenceProxyAsync();  // the zeros, before they are copied out
   __syncthreads();
   if (threadIdx.x == 0) {
+    for (auto& run : s.runs) run.begin = run.end = 0;
     new (&s.list) TaskList(p.dims, TilesOf(Path::kHopper), p.pass, cached ? s.row_offset : p.schedule.row_offset);
   }
   __syncthreads();
