@@ -204,6 +204,8 @@ def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, 
         if reason is not None:
             raise RuntimeError(reason)
         for device in mine:
+            # Every kernel is loaded now: a device must not load one while another waits for it at a barrier.
+            module.open_device(device.local_hardware_id)
             address = module.arena_allocate(device.local_hardware_id, size)
             arenas.append((device.local_hardware_id, address))
             handle = module.arena_export(device.local_hardware_id, address) if chosen == "ipc" else b""

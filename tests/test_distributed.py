@@ -118,6 +118,9 @@ class Memory:
     def reach(self, ordinal, peer):
         return self.shared.get("unreachable", "")
 
+    def open_device(self, ordinal):
+        pass
+
     def arena_allocate(self, ordinal, size):
         if self.shared.get("full") == self.process:
             raise RuntimeError("allocating an arena: out of memory")

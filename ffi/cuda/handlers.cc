@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <mutex>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -303,6 +304,15 @@ PYBIND11_MODULE(_cuda, module) {
   DefinePlanning(module, {tiles, kRowTile, kComputeUnits});
   DefinePeers(module);
   module.def("new_reports", &NewFaults);
+  module.def(
+      "open_device",
+      [](int ordinal) {
+        const Current current(ordinal);
+        Device* device;
+        const std::string error = current.error().empty() ? DeviceAt(ordinal, &device) : current.error();
+        if (!error.empty()) throw std::runtime_error(error);
+      },
+      py::arg("ordinal"));
   module.def(
       "arena_bytes", [](const Plan& plan, int64_t storage_bytes) { return LayOutArena(plan, storage_bytes).total; },
       py::arg("dims"), py::arg("storage_bytes"));
