@@ -451,6 +451,8 @@ def _moe_ffi_backward(dims, saved, d_y):
     x_wanted, router_wanted, *wanted = (bool(flags.shape[0] >> i & 1) for i in range(2 + len(weights)))
     if isinstance(d_y, SymbolicZero):
         return None, None, None, None, None
+    # Careful: XLA of jax 0.11.2 crashes on CPU over a residual of size 0 that leaves one shard_map and enters another.
+    weights, residuals = jax.tree.map(lambda a: a if a.size else jnp.zeros_like(a), (weights, residuals))
     cast = [w.astype(x.dtype) for w in weights]
     d_x, d_router, *d_weights = backward(
         dims,

@@ -187,6 +187,14 @@ def test_a_mesh_without_an_expert_axis_has_one_rank(implementation, kind):
     assert_as_on_one_device(result, expected)
 
 
+@pytest.mark.parametrize("name", ["d2_e4", "e8"])
+def test_without_a_shared_expert(name):
+    """Its weights are then of size 0, over which XLA of jax 0.11.2 stumbles."""
+    case = make_case("f64", **SIZES | dict(shared=0))
+    result = run_on(mesh_of(name), case, "host", config=TINY)
+    assert_as_on_one_device(result, run(case, "host", config=TINY))
+
+
 @kinds
 def test_y_is_sharded_as_x_is(kind):
     case, _ = on_one_device()
