@@ -87,9 +87,8 @@ def main() -> None:
                 print(f"step {number}: loss {value:.4f}", flush=True)
     if jax.process_index() == 0:
         chosen = mok_jax.choose_implementation(None, mesh, ranks, jnp.dtype("float32"))
-        print(
-            f"{chosen!r} over {dict(mesh.shape)} {mesh.devices.flat[0].platform} devices, {jax.process_count()} process(es)"
-        )
+        platform = mesh.devices.flat[0].platform
+        print(f"{chosen!r} over {dict(mesh.shape)} {platform} devices, {jax.process_count()} process(es)")
 
 
 if __name__ == "__main__":

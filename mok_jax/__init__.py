@@ -12,7 +12,17 @@ from mok_jax.config import MoKConfig
 from mok_jax.moe import choose_implementation, moe, save_moe_residuals, why_not
 from mok_jax.routing import Routing, route
 
-__all__ = ["MoKConfig", "MoKMoE", "Routing", "choose_implementation", "distributed", "moe", "route", "save_moe_residuals", "why_not"]
+__all__ = [
+    "MoKConfig",
+    "MoKMoE",
+    "Routing",
+    "choose_implementation",
+    "distributed",
+    "moe",
+    "route",
+    "save_moe_residuals",
+    "why_not",
+]
 
 __version__ = "0.1.0"
 

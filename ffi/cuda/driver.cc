@@ -34,21 +34,21 @@ const char* FillContextWithNaN(const Params& p, cudaStream_t stream) {
   return Fill(p.context.up, 0xff, p.dims.intermediate * bytes, stream);
 }
 
-// To where the peers pull from.
-const char* Stage(const Params& p, const Group& group, const ArenaLayout& at, cudaStream_t stream) {
+// To where the peers pull from: in the forward pass x and ids, in the backward pass x, dy and the router weights.
+const char* Stage(const Params& p, const Meeting& meeting, const ArenaLayout& at, int sms, cudaStream_t stream) {
   const Dims& d = p.dims;
   const bool forward = p.pass.direction == Direction::kForward;
-  const auto copy = [&](int64_t to, const void* from, int64_t bytes) {
-    if (bytes == 0) return cudaSuccess;
-    return cudaMemcpyAsync(group.arenas[group.rank] + to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice,
-                           stream);
-  };
-  const int64_t row_bytes = d.hidden * Bytes(p.type);
-  for (const cudaError_t error :
-       {copy(at.x, p.x, d.tokens * row_bytes), copy(at.d_y, p.d_y, forward ? 0 : d.tokens * row_bytes),
-        copy(at.router_weights, p.router_weights, forward ? 0 : d.Routes() * 4),
-        copy(at.ids, p.ids, forward ? d.Routes() * 4 : 0)}) {
-    if (error != cudaSuccess) return cudaGetErrorString(error);
+  const int64_t rows = d.tokens * d.hidden * Bytes(p.type), routes = d.Routes() * 4;
+  const struct {
+    int64_t offset;
+    const void* from;
+    int64_t bytes;
+  } arrays[] = {{at.x, p.x, rows},
+                {at.ids, p.ids, forward ? routes : 0},
+                {at.d_y, p.d_y, forward ? 0 : rows},
+                {at.router_weights, p.router_weights, forward ? 0 : routes}};
+  for (const auto& [offset, from, bytes] : arrays) {
+    if (const char* error = LaunchStage(meeting, offset, from, bytes, sms, stream)) return error;
   }
   return nullptr;
 }
@@ -115,7 +115,7 @@ std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t
     if (options.group != nullptr) phase(name, step);
   };
   meet("entering the arena", [&](const Params&) { return LaunchEnter(meeting, stream); });
-  meet("staging", [&](const Params& p) { return Stage(p, *options.group, arena, stream); });
+  meet("staging", [&](const Params& p) { return Stage(p, meeting, arena, options.launch.sms, stream); });
   meet("the first barrier", [&](const Params&) { return LaunchBarrier(meeting, 0, stream); });
   if (forward) {
     phase("the schedule", [&](const Params& p) {

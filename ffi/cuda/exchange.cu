@@ -14,14 +14,14 @@
 namespace mok::cuda {
 namespace {
 
-constexpr int kThreads = 96;
+constexpr int kThreads = 96, kStageThreads = 512;
 static_assert(kThreads >= kMaxRanks, "a thread for each peer");
 
 __device__ volatile uint32_t& Abandoned(const Meeting& m, int64_t rank) { return m.group.ControlOf(rank)->abandon; }
 
 // By one thread, on its own rank.
 __device__ void Fail(const Meeting& m, ExchangeStatus status) {
-  m.call_control[kAbortFlag] = 1;
+  m.call_control[kAbortFlag] = m.call_control[kGivenUp] = 1;
   status.group = static_cast<int32_t>(m.group.number);
   status.rank = static_cast<int32_t>(m.group.rank);
   status.ranks = static_cast<int32_t>(m.group.ranks);
@@ -63,7 +63,14 @@ __global__ void __launch_bounds__(kThreads) Barrier(const __grid_constant__ Meet
     differs = aborted = ranks;
   }
   __syncthreads();
-  if (abandoned != 0) return;  // Enter has told
+  if (abandoned != 0) {  // since Enter, if that has not told; nobody waits for this rank any more
+    if (r == 0 && m.call_control[kAbortFlag] == 0) {
+      status.fault = Fault::kAbandoned;
+      status.barrier = barrier;
+      Fail(m, status);
+    }
+    return;
+  }
   const bool peer = r < ranks;
   const uint32_t slot = epoch % 2;
   if (peer) {
@@ -132,14 +139,39 @@ __global__ void __launch_bounds__(kThreads) Barrier(const __grid_constant__ Meet
   }
 }
 
+// Copies whole words. Not by cudaMemcpyAsync: once the group is given up a rank must not write any more into what a
+// peer, which may have passed the barrier that this rank left, still pulls from.
+__global__ void __launch_bounds__(kStageThreads)
+    StageArray(const __grid_constant__ Meeting m, uint4* to, const uint4* from, int64_t words, char* tail_to,
+               const char* tail_from, int tail) {
+  if (m.call_control[kAbortFlag] != 0) return;
+  const int64_t stride = int64_t{gridDim.x} * kStageThreads, first = int64_t{blockIdx.x} * kStageThreads + threadIdx.x;
+  for (int64_t i = first; i < words; i += stride) to[i] = __ldcs(from + i);
+  if (first < tail) tail_to[first] = tail_from[first];
+}
+
 __global__ void Leave(const __grid_constant__ Meeting m) { m.group.ControlOf(m.group.rank)->owner = 0; }
 
 }  // namespace
 
-const char* LoadExchange() { return Load(Enter, Barrier, Leave); }
+const char* LoadExchange() { return Load(Enter, Barrier, StageArray, Leave); }
 
 const char* LaunchEnter(const Meeting& meeting, cudaStream_t stream) {
   Enter<<<1, 1, 0, stream>>>(meeting);
+  return Launched();
+}
+
+const char* LaunchStage(const Meeting& meeting, int64_t offset, const void* from, int64_t bytes, int sms,
+                        cudaStream_t stream) {
+  if (bytes == 0) return nullptr;
+  char* to = meeting.group.arenas[meeting.group.rank] + offset;
+  const char* source = static_cast<const char*>(from);
+  // XLA's buffers begin at multiples of 64 bytes at least.
+  const int64_t words = bytes / static_cast<int64_t>(sizeof(uint4)), done = words * static_cast<int64_t>(sizeof(uint4));
+  const int64_t blocks = std::min<int64_t>(2 * sms, std::max<int64_t>(1, (words + kStageThreads - 1) / kStageThreads));
+  StageArray<<<static_cast<unsigned>(blocks), kStageThreads, 0, stream>>>(
+      meeting, reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(source), words, to + done, source + done,
+      static_cast<int>(bytes - done));
   return Launched();
 }
 

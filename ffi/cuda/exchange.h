@@ -24,6 +24,9 @@ struct Meeting {
 const char* LoadExchange();
 // The first kernel of a call, after its control words are zeroed: takes the arena.
 const char* LaunchEnter(const Meeting& meeting, cudaStream_t stream);
+// Copies one array to `offset` in this rank's arena, unless the call has failed.
+const char* LaunchStage(const Meeting& meeting, int64_t offset, const void* from, int64_t bytes, int sms,
+                        cudaStream_t stream);
 // Waits until every rank of the group has come here with the same call, or for timeout_ns.
 const char* LaunchBarrier(const Meeting& meeting, int barrier, cudaStream_t stream);
 // The last kernel of a call: gives the arena back.
