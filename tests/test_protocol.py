@@ -28,15 +28,19 @@ No deadlock. The barrier is the only wait for a peer. Its flags are written befo
 before it ends by this rank alone.
 
 A time-out, or a wrong signature, ends that rank's call with an error and sets the others' abort words. It leaves the
-group in pieces: some ranks may have passed the same barrier, even finished the call with right results, and may
-still read this rank's staging buffer and write to its return window until they reach their next barrier. So a rank
-that gave up must not stage again (hence every kernel reads the abort word first), and no arena may be freed, nor an
-abort word cleared, before every rank has ended.
+group in pieces: other ranks may have passed the same barrier, even finished the call with right results, and may
+read this rank's staging buffer and write to its return window until they reach their next barrier. So a rank that
+gave up must not stage again (hence every kernel reads the abort word first) and must not write another flag, which
+would vouch for rows that it never pushed; and no arena may be freed, nor an abort word cleared, before every rank has
+ended.
+
+Not in the model: a dead rank's memory stays readable; the megakernel ends (its own bounded wait does not); a task,
+with all its reads and writes, is one step; the flag and its signature are one word.
 """
 
-import protocol
 import pytest
-from protocol import DEADLOCK, OVERWRITTEN, TOO_EARLY, Protocol, explore
+from explorer import DEADLOCK, OVERWRITTEN, TOO_EARLY, explore
+from protocol import Program, Protocol
 
 RING = dict(passes=("forward",), blocks=3)
 RING_BACKWARD = dict(passes=("backward",), blocks=3)
@@ -95,14 +99,15 @@ FAULTS = [
     case("flag before what is staged", TOO_EARLY, released=("pushed",)),
     case("flag before what is pushed", TOO_EARLY, released=("staged",)),
     case("calls swapped, not in the signature", TOO_EARLY, OVERWRITTEN, swaps_calls=2),
-    case("stages again after a time-out", OVERWRITTEN, timeout="early", stages_after_error=True),
+    case("stages again after a time-out", OVERWRITTEN, timeout="early", after_error="stages"),
+    case("writes a flag after a time-out", TOO_EARLY, timeout="early", after_error="flags"),
 ]
 
 RING_FAULTS = [
     case("out_consumed", OVERWRITTEN, edit_task=without_wait("down", 1), **RING),
     case("out_ready before dispatch", OVERWRITTEN, edit_task=without_wait("dispatch", 0), **RING),
-    case("x_ready", TOO_EARLY, edit_task=without_wait("gate-up", 0), **RING),
-    case("x_ready, one too few", TOO_EARLY, DEADLOCK, edit_task=one_fewer("gate-up"), **RING),
+    case("x_ready", TOO_EARLY, OVERWRITTEN, edit_task=without_wait("gate-up", 0), **RING),
+    case("x_ready, one too few", TOO_EARLY, OVERWRITTEN, DEADLOCK, edit_task=one_fewer("gate-up"), **RING),
     case("out_ready, one too few", TOO_EARLY, DEADLOCK, edit_task=one_fewer("combine"), **RING),
     case("gradient_done", OVERWRITTEN, edit_task=without_wait("reverse-combine", 1), **RING_BACKWARD),
     case("out_consumed, backward", OVERWRITTEN, edit_task=without_wait("dgrad-down", 1), **RING_BACKWARD),
@@ -112,31 +117,31 @@ RING_FAULTS = [
 @pytest.mark.parametrize("changes, expected", DESIGNS)
 def test_every_rank_ends_and_every_read_is_right(changes, expected):
     design = Protocol(**changes)
-    found = explore(design)
+    found = explore(Program(design))
     assert found.violations == {}
     assert found.outcomes == {("done",) * design.ranks}
 
 
 @pytest.mark.parametrize("changes, expected", FAULTS)
 def test_a_fault_of_the_protocol_is_found(changes, expected):
-    assert set(explore(Protocol(**dict(blocks=2) | changes)).violations) == expected
+    assert set(explore(Program(Protocol(**dict(blocks=2) | changes))).violations) == expected
 
 
 @pytest.mark.parametrize("changes, expected", RING_FAULTS)
 def test_a_fault_of_the_ring_is_found(changes, expected):
-    assert set(explore(Protocol(**changes)).violations) == expected
+    assert set(explore(Program(Protocol(**changes))).violations) == expected
 
 
 @pytest.mark.parametrize("flags, at_least", [pytest.param(2, False, id="two flags"), pytest.param(1, True, id="one")])
 def test_a_rank_that_calls_in_another_order_is_an_error_on_every_rank_without_a_time_out(flags, at_least):
     swapped = Protocol(swaps_calls=2, same_signature=False, flags=flags, at_least=at_least)
-    found = explore(swapped)
+    found = explore(Program(swapped))
     assert found.violations == {}
     assert found.outcomes == {("error",) * 3}
 
 
 def test_when_a_rank_dies_the_others_end():
-    found = explore(Protocol(dies=2, timeout="last", blocks=2))
+    found = explore(Program(Protocol(dies=2, timeout="last", blocks=2)))
     assert found.violations == {}
     # It may die after its last flags, or between them.
     ends = {("error", "error"), ("done", "error"), ("error", "done"), ("done", "done")}
@@ -144,15 +149,15 @@ def test_when_a_rank_dies_the_others_end():
 
 
 def test_a_time_out_that_came_too_soon_makes_nobody_read_the_wrong_rows():
-    found = explore(Protocol(timeout="early", blocks=3))
+    found = explore(Program(Protocol(timeout="early", blocks=3)))
     assert found.violations == {}
     assert {end for outcome in found.outcomes for end in outcome} == {"done", "error"}
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_nothing_in_the_megakernel_waits_for_a_peer(direction):
-    program = protocol.Program(Protocol(passes=(direction,) * 2))
-    tasks = [step for step in program.steps if step.task]
+    program = Program(Protocol(passes=(direction,) * 2))
+    tasks = [step for step in program.steps if step.kind == "task"]
     assert len(tasks) >= 2 * 3 * 4 * 5
     for task in tasks:
         causes = task.after
@@ -179,7 +184,7 @@ def _small():
 
 @pytest.mark.parametrize("changes", list(_small()))
 def test_the_reduction_loses_no_end_and_no_violation(changes):
-    reduced, full = (explore(Protocol(**changes), reduced=reduced) for reduced in (True, False))
+    reduced, full = (explore(Program(Protocol(**changes)), reduced=reduced) for reduced in (True, False))
     assert reduced.ends == full.ends and reduced.outcomes == full.outcomes
     assert set(reduced.violations) == set(full.violations)
     assert reduced.states <= full.states
