@@ -47,7 +47,9 @@ def test_a_mesh_without_the_axis_has_groups_of_one():
 
 def table_of(mesh, **changes):
     devices = tuple(device.id for device in mesh.devices.flat)
-    return dataclasses.replace(distributed.Table(5, "pointers", mesh.shape_tuple, "expert", devices, 1000), **changes)
+    return dataclasses.replace(
+        distributed.Table(5, "key", "pointers", mesh.shape_tuple, "expert", devices, 1000), **changes
+    )
 
 
 def test_the_latest_table_that_is_large_enough_is_found():
