@@ -23,7 +23,7 @@ from mok_jax import distributed
 
 SIZES = dict(hidden=136, intermediate=264, experts=8, top_k=2)
 TOKENS = (300, 1, 127, 128)  # of a rank
-PLAIN = mok_jax.MoKConfig(minibatch=128, macrobatch=256, timeout=10.0, barrier_timeout=60.0)
+PLAIN = mok_jax.MoKConfig(minibatch=128, macrobatch=256, barrier_timeout=60.0)
 PAUSES = dataclasses.replace(PLAIN, random_order=0)
 CONFIGS = (PLAIN, PAUSES, dataclasses.replace(PAUSES, save_context=False), dataclasses.replace(PAUSES, portable=True))
 STEPS = int(os.environ.get("MOK_STEPS", "8"))

@@ -4,6 +4,8 @@ exchange between processes over a store. The arenas themselves: test_cuda_peers.
 import concurrent.futures
 import dataclasses
 import itertools
+import pathlib
+import re
 import threading
 import time
 import types
@@ -225,3 +227,42 @@ def test_the_formula_of_an_arena():
     )
     parts = [16 * 8 * 4, 16 * 8 * 4, 16 * 2 * 4, 16 * 2 * 4, 16 * 2 * 8 * 4, 16 * 2 * 4]
     assert dims.arena_bytes() == 16384 + sum(-(-part // 256) * 256 for part in parts)
+
+
+# ---- what the megakernel is told of its peers ----
+
+SOURCES = pathlib.Path(__file__).parents[1] / "ffi"
+
+
+def included_by(path):
+    """A source file and all of ffi that it includes."""
+    found, left = set(), [path.resolve()]
+    while left:
+        at = left.pop()
+        if at not in found:
+            found.add(at)
+            names = re.findall(r'#include "([^"]+)"', at.read_text())
+            left += [next(p for p in ((at.parent / name).resolve(), SOURCES / name) if p.exists()) for name in names]
+    return found
+
+
+@pytest.mark.skipif(not SOURCES.is_dir(), reason="the sources are not here")
+@pytest.mark.parametrize("name", ["megakernel_portable.cu", "megakernel_sm90a.cu", "schedule.cu", "epilogue.cu"])
+def test_only_the_barrier_knows_where_flags_are(name):
+    files = included_by(SOURCES / "cuda" / name)
+    assert {"params.h", "megakernel.h"} <= {path.name for path in files}
+    # Flags lie in an arena's Control, and a peer's are read with system scope.
+    assert not {"arena.h", "exchange.h"} & {path.name for path in files}
+    uses = [path.name for path in files if "LoadAcquireSystem(" in path.read_text() and path.name != "ptx.cuh"]
+    assert uses == []
+    # What a kernel gets of each peer is arrays, none of them the arena's beginning.
+    peer = re.search(r"struct Peer \{(.*?)\n\};", (SOURCES / "params.h").read_text(), re.DOTALL)
+    names = re.findall(r"void\* (\w+);", peer[1])
+    assert names == ["x", "d_y", "router_weights", "returned", "returned_d_weights"] and peer[1].count(";") == 5
+
+
+@pytest.mark.skipif(not SOURCES.is_dir(), reason="the sources are not here")
+def test_the_barrier_reads_flags():
+    files = included_by(SOURCES / "cuda" / "exchange.cu")
+    assert "arena.h" in {path.name for path in files}
+    assert "LoadAcquireSystem(" in (SOURCES / "cuda" / "exchange.cu").read_text()

@@ -144,11 +144,11 @@ __global__ void __launch_bounds__(kStageThreads)
   if (first < tail) tail_to[first] = tail_from[first];
 }
 
-// Up to half a millisecond, every sixteenth time up to eight; from the epoch, which no two calls have in common.
+// Up to half a millisecond, every 256th time up to half a second; from the epoch, which no two calls have in common.
 __global__ void Pause(const __grid_constant__ Meeting m, int phase) {
   uint32_t hash = m.group.ControlOf(m.group.rank)->epoch * 64 + static_cast<uint32_t>(8 * m.group.rank + phase);
   for (int i = 0; i < 3; ++i) hash = (hash ^ hash >> 15) * 0x9e3779b1u;
-  const uint64_t end = ptx::GlobalTimer() + (hash >> 8) % 500000 * (hash % 16 == 0 ? 16 : 1);
+  const uint64_t end = ptx::GlobalTimer() + (hash >> 8) % 500000 * (hash % 256 == 0 ? 1000 : 1);
   while (ptx::GlobalTimer() < end) __nanosleep(1000);
 }
 
