@@ -8,6 +8,7 @@ shapes, must end every other one with a diagnosis and in time.
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import os
 import pathlib
 import re
@@ -41,10 +42,31 @@ def table(dtype, way=None, ranks=1):
         distributed.finalize()
 
 
+@functools.cache
+def why_not(way):
+    return distributed.probe()[way]
+
+
+@pytest.mark.parametrize("way", distributed.WAYS)
+def test_a_way_that_is_refused_says_why(way):
+    reason = why_not(way)
+    if reason is None:
+        assert way == "pointers" or distributed.probe()[way] is None  # what it took is given back
+        return
+    with (
+        pytest.raises(RuntimeError, match=re.escape(f"{way}: process 0: {reason}; use implementation=")),
+        table("f32", way),
+    ):
+        pass
+    assert not distributed.tables()
+
+
 @kernels
 @pytest.mark.parametrize("way", distributed.WAYS)
 @pytest.mark.parametrize("routing", ["distinct", "padding_slots", "one_expert", "no_expert"])
 def test_a_table_of_one_device_gives_the_bits_of_the_direct_way(dtype, portable, way, routing):
+    if why_not(way) is not None:
+        pytest.skip(f"{way}: {why_not(way)}")
     case = make_case(dtype, routing, **SIZES)
     config = MoKConfig(portable=portable, minibatch=128, macrobatch=512)
     direct = run(case, "cuda", config=config)

@@ -19,7 +19,7 @@ from cases import MESHES, mesh_of
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mok_jax import MoKConfig, distributed, ops
+from mok_jax import distributed, ops
 from mok_jax.placement import place
 
 SIZES = dict(tokens=16, hidden=8, top_k=2)
@@ -124,24 +124,33 @@ class Memory:
     def reach(self, ordinal, peer):
         return self.shared.get("unreachable", "")
 
+    def targets(self):
+        return {}
+
+    JAXLIB_VERSION = "0.10.2"
+
     def open_device(self, ordinal):
         pass
 
-    def arena_allocate(self, ordinal, size):
+    def arena_allocate(self, way, ordinal, size):
         if self.shared.get("full") == self.process:
             raise RuntimeError("allocating an arena: out of memory")
         return next(self.addresses)
 
-    def arena_export(self, ordinal, address):
-        return repr(address).encode()
+    def arena_export(self, way, ordinal, address):
+        return f"{way} {address}".encode()
 
-    def arena_import(self, ordinal, handle):
-        return 10**6 + int(handle)
+    def arena_import(self, way, ordinal, handle, size):
+        if self.shared.get("sealed") == way:
+            raise RuntimeError("importing an arena: not permitted")
+        name, address = handle.decode().split()
+        assert (name, size) == (way, 4096)
+        return 10**6 + int(address)
 
-    def arena_free(self, ordinal, address):
+    def arena_free(self, way, ordinal, address):
         self.freed.append(address)
 
-    def arena_close(self, ordinal, address):
+    def arena_close(self, way, ordinal, address):
         self.closed.append(address)
 
     def set_table(self, table, ordinal, group, rank, size, arenas):
@@ -207,28 +216,34 @@ def test_one_process_uses_raw_pointers(monkeypatch):
 )
 def test_a_failure_of_one_process_is_every_process_s_error(monkeypatch, shared, reason):
     errors, memories = processes(monkeypatch, (4,), ("expert",), 2, shared)
-    assert errors == [f'distributed.initialize: {reason}; use implementation="xla" over these devices'] * 2
+    last = reason
+    if "full" in shared:
+        last = "process 0: mok_jax was built with the headers of jaxlib 0.10.2, by which XLA lends no communicator"
+    text = f"distributed.initialize: ipc: {reason}; fabric: {reason}; nccl: {last}; "
+    assert errors == [f'{text}use implementation="xla" over these devices'] * 2
     for memory in memories:
         assert not memory.tables
         assert len(memory.freed) == len({*memory.freed})
-    assert len(memories[0].freed) == (2 if "full" in shared else 0)
+    assert len(memories[0].freed) == (4 if "full" in shared else 0)
+
+
+def test_the_next_way_is_tried_and_why_it_was(monkeypatch):
+    tables, memories = processes(monkeypatch, (4,), ("expert",), 2, {"sealed": "ipc"})
+    for table in tables:
+        assert table.way == "fabric"
+        assert table.refused == (("ipc", "process 0: importing an arena: not permitted"),)
+    for memory, table in zip(memories, tables, strict=True):
+        made = [address for _, address in table.arenas]
+        assert len(made) == 2 and not {*made} & {*memory.freed} and len(memory.freed) == 2
+        assert len(memory.tables) == 2
 
 
 def test_the_formula_of_an_arena():
-    dims = ops.Dims(
-        **SIZES,
-        intermediate=16,
-        shared_intermediate=0,
-        local_experts=1,
-        ranks=4,
-        dtype=np.dtype("float32"),
-        config=MoKConfig(),
-        implementation="cuda",
-        gpu=ops.Gpu((9, 0), None),
-        table=1,
-    )
     parts = [16 * 8 * 4, 16 * 8 * 4, 16 * 2 * 4, 16 * 2 * 4, 16 * 2 * 8 * 4, 16 * 2 * 4]
-    assert dims.arena_bytes() == 16384 + sum(-(-part // 256) * 256 for part in parts)
+    assert distributed.arena_bytes(**SIZES, dtype="float32") == 16384 + sum(-(-part // 256) * 256 for part in parts)
+    # FORMULA, where every part is a multiple of 256.
+    t, h, k, s = 1024, 4096, 8, 2
+    assert distributed.arena_bytes(t, h, k) == 16 * 1024 + 2 * t * h * s + 8 * t * k + t * k * (h * s + 4)
 
 
 # ---- what the megakernel is told of its peers ----
