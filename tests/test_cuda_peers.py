@@ -109,6 +109,20 @@ def test_compiled_calls_outlive_finalize():
         assert_same_bits(jax.device_get(compiled(case, mesh)), y)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_exchange_alone_moves_every_row_to_its_place(ranks):
+    bench = pytest.importorskip("bench_exchange", reason="without the benchmarks")
+    if len(jax.devices("cuda")) < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    shape = bench.Shape(tokens=24, hidden=136, intermediate=0, experts=0, top_k=2, dtype="bfloat16")
+    with table("bf16", ranks=ranks) as (mesh, made):
+        exchange = bench.Exchange(mesh, made, shape)
+        for sms in (2, 32):
+            exchange.check(sms)
+        pulled, returned = exchange.call("none", repeats=1, barriers=66, sms=2)()
+        assert jax.block_until_ready(pulled).shape == (ranks * 48, 136) and returned.size == 0
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_devices_of_one_process_equal_virtual_ranks(ranks):
     if len(jax.devices("cuda")) < ranks:
