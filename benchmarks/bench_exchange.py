@@ -10,6 +10,9 @@ shape, every row is compared with what should have come.
 
 Times are at steady power, in both orders (protocol.py), and differences: `--repeats` exchanges between two barriers
 against none, and 64 barriers more against two. The bytes are those of rows; what a link carries besides is not seen.
+
+At the end the layer's forward pass: on one GPU without arenas, over each number of GPUs through them, and there on the
+stream of XLA's collectives (`MoKConfig.collective_stream`).
 """
 
 import argparse
@@ -27,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from protocol import SHAPES, Shape, both_orders, steady
+from protocol import SHAPES, Shape, both_orders, route, steady
 
-from mok_jax import distributed
+from mok_jax import MoKConfig, distributed, moe
 
 KINDS = {"pull": 1, "push": 2, "both": 3}
 MORE_BARRIERS = 64
@@ -93,6 +96,9 @@ def table(report: dict[str, Any]) -> str:
                 f"{point['gigabytes_per_second']:9.0f}{point['share']:10.3f}"
                 + (f"{run['barrier_us']:12.1f}" if kind == "pull" else "")
             )
+    for gpus, times in report["layer"].items():
+        parts = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
+        lines.append(f"layer forward on {gpus} GPU(s): {parts}")
     return "\n".join([*lines, ORIGINAL])
 
 
@@ -180,8 +186,28 @@ def measure(
         exchanges, barrier = differences({name: point["median_ms"] for name, point in points.items()}, repeats)
         rates = {kind: dataclasses.asdict(rate(shape, gpus, kind, ms, link, memory)) for kind, ms in exchanges.items()}
         runs.append({"gpus": gpus, "sms": sms, "rates": rates, "barrier_us": barrier, "points": points})
-    distributed.finalize()
     return runs
+
+
+def layer(shape: Shape, gpus: int) -> dict[str, float]:
+    """Milliseconds of a forward pass, by how it is run."""
+    mesh = Mesh(np.array(jax.devices("cuda")[:gpus]), ("expert",))
+    sharding = NamedSharding(mesh, P("expert"))
+    ids, weights = route(dataclasses.replace(shape, tokens=shape.tokens * gpus))
+    x = jax.random.normal(jax.random.key(0), (shape.tokens * gpus, shape.hidden), shape.dtype)
+    keys, sizes = jax.random.split(jax.random.key(1), 3), (shape.experts, shape.hidden, shape.intermediate)
+    experts = [
+        jax.random.normal(key, size, shape.dtype) / size[1] ** 0.5
+        for key, size in zip(keys, [sizes, sizes, (sizes[0], sizes[2], sizes[1])], strict=True)
+    ]
+    arguments = jax.device_put((x, ids, weights, *experts), sharding)
+    ways = {"arenas": dict(mesh=mesh), "collective stream": dict(mesh=mesh, config=MoKConfig(collective_stream=True))}
+    calls = {name: jax.jit(functools.partial(moe, implementation="cuda", **how)) for name, how in ways.items()}
+    samples = {name: sampler(functools.partial(call, *arguments)) for name, call in calls.items()}
+    if gpus == 1:  # without a mesh there is no table
+        alone = jax.jit(functools.partial(moe, implementation="cuda"))
+        samples["no arena"] = sampler(functools.partial(alone, *jax.device_put(arguments, jax.devices("cuda")[0])))
+    return {name: point["median_ms"] for name, point in both_orders(samples).items()}
 
 
 def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Shape]:
@@ -226,9 +252,11 @@ def main() -> None:
     counts = options.gpus or [2**i for i in range(len(devices).bit_length())]
     if max(counts) > len(devices):
         raise SystemExit(f"bench_exchange: --gpus must be at most the {len(devices)} there are, got {max(counts)}")
-    runs = [
-        run for n in counts for run in measure(shape, n, options.sms, options.repeats, options.link, options.memory)
-    ]
+    runs, layers = [], {}
+    for gpus in counts:
+        runs += measure(shape, gpus, options.sms, options.repeats, options.link, options.memory)
+        layers[gpus] = layer(shape, gpus)
+        distributed.finalize()
     report = {
         "shape": dataclasses.asdict(shape),
         "machine": {
@@ -239,6 +267,7 @@ def main() -> None:
             "memory": options.memory,
         },
         "runs": runs,
+        "layer": layers,
     }
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -263,11 +263,14 @@ def test_the_exchange_s_table():
     rates = {kind: dataclasses.asdict(bench_exchange.rate(shape, 2, kind, 2.0)) for kind in bench_exchange.KINDS}
     machine = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-30", "link": 450.0, "memory": 4800.0}
     run = {"gpus": 2, "sms": 32, "rates": rates, "barrier_us": 4.25}
-    lines = bench_exchange.table({"shape": dataclasses.asdict(shape), "machine": machine, "runs": [run]}).splitlines()
+    lines = bench_exchange.table(
+        {"shape": dataclasses.asdict(shape), "machine": machine, "runs": [run], "layer": {2: {"arenas": 1.5}}}
+    ).splitlines()
     assert lines[0].startswith("T 8192, H 7168, K 8, bfloat16; NVIDIA H200, jax 0.11.2, 2026-11-30; link 450 GB/s")
     assert lines[2].split() == ["2", "32", "pull", "2.000", "469.8", "235", "0.522", "4.2"]
     assert lines[4].split() == ["2", "32", "both", "2.000", "939.5", "470", "1.044"]
-    assert "159.6 KB pushed, 172.0 KB pulled" in lines[5]
+    assert lines[5] == "layer forward on 2 GPU(s): arenas 1.500 ms"
+    assert "159.6 KB pushed, 172.0 KB pulled" in lines[6]
 
 
 @pytest.mark.parametrize(

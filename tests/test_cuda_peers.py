@@ -76,6 +76,14 @@ def test_a_table_of_one_device_gives_the_bits_of_the_direct_way(dtype, portable,
             assert_same_bits(run(case, "cuda", config=config, mesh=mesh), direct)
 
 
+def test_the_collective_stream_gives_the_same_bits():
+    case, config = make_case("bf16", **SIZES), MoKConfig(minibatch=128)
+    direct = run(case, "cuda", config=config)
+    with table("bf16") as (mesh, _):
+        got = run(case, "cuda", config=dataclasses.replace(config, collective_stream=True), mesh=mesh)
+        assert_same_bits(got, direct)
+
+
 def test_other_shapes_share_the_arena():
     with table("bf16") as (mesh, _):
         for tokens in (300, 1, 128, 300):
@@ -171,9 +179,11 @@ def work(ranks, mode, seconds=100, **environment):
         return codes, [output.read() for output in outputs]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_that_share_a_gpu_equal_virtual_ranks(ranks):
-    codes, outputs = work(ranks, "equal")
+@pytest.mark.parametrize(("ranks", "way"), [(2, "ipc"), (4, "ipc"), (2, "fabric")])
+def test_processes_that_share_a_gpu_equal_virtual_ranks(ranks, way):
+    if why_not(way) is not None:
+        pytest.skip(f"{way}: {why_not(way)}")
+    codes, outputs = work(ranks, "equal", MOK_WAY=way)
     assert codes == [0] * ranks, "\n".join(outputs)
     assert all(f"rank {rank}: 8 steps equal" in output for rank, output in enumerate(outputs))
 

@@ -12,6 +12,7 @@ import threading
 import time
 import types
 
+import cases
 import jax
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from cases import MESHES, mesh_of
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mok_jax import distributed, ops
+from mok_jax import MoKConfig, distributed, ops
 from mok_jax.placement import place
 
 SIZES = dict(tokens=16, hidden=8, top_k=2)
@@ -244,6 +245,29 @@ def test_the_formula_of_an_arena():
     # FORMULA, where every part is a multiple of 256.
     t, h, k, s = 1024, 4096, 8, 2
     assert distributed.arena_bytes(t, h, k) == 16 * 1024 + 2 * t * h * s + 8 * t * k + t * k * (h * s + 4)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_calls_of_a_table_can_go_onto_the_collective_stream(chosen):
+    case = cases.make_case("f32", tokens=16, hidden=8, intermediate=8, experts=4, top_k=2, shared=8)
+    config = MoKConfig(collective_stream=chosen)
+    options = dict(implementation="cuda", gpu=ops.Gpu((9, 0), None))
+    texts = {}
+    for table in (0, 5):
+        dims = cases.dims_of(case, config, table=table, **options)
+        place = np.zeros(2, np.int32)
+        layer = jax.grad(lambda x, d=dims, p=place: ops.moe_ffi(d, p, x, *case[1:3], case[3:6], case.shared).sum())
+        if chosen and table and ops._version(jax.__version__) < (0, 11, 1):
+            with pytest.raises(NotImplementedError, match=r"moe: collective_stream needs jax 0\.11\.1 or newer"):
+                dims.check()
+            return
+        dims.check()
+        texts[table] = jax.jit(layer).trace(case.x).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"custom_call @(mok_\w+)\(.*", texts[5])
+    assert sorted(calls) == ["mok_backward_peers", "mok_forward_peers"]
+    marked = re.findall(r'custom_call @mok_\w+_peers\(.*_xla_stream_annotation = "collective"', texts[5])
+    assert len(marked) == (2 if chosen else 0)
+    assert "_xla_stream_annotation" not in texts[0]
 
 
 # ---- what the megakernel is told of its peers ----
