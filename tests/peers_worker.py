@@ -74,8 +74,8 @@ def main(rank, ranks, port, mode):
     jax.config.update("jax_default_device", jax.local_devices()[0])
     mesh = jax.make_mesh((ranks,), ("expert",))
     way = os.environ.get("MOK_WAY")
-    distributed.initialize(mesh, tokens=max(TOKENS), hidden=SIZES["hidden"], top_k=SIZES["top_k"], way=way)
-    assert way in (None, distributed.tables()[0].way)
+    made = distributed.initialize(mesh, tokens=max(TOKENS), hidden=SIZES["hidden"], top_k=SIZES["top_k"], way=way)
+    assert way in (None, made.way)
     last = rank == ranks - 1
     for seed in range(STEPS):
         config = CONFIGS[seed // len(TOKENS) % len(CONFIGS)]
