@@ -4,11 +4,13 @@
 #include <dlfcn.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -257,7 +259,18 @@ struct Nccl {
     find(&rank, "ncclCommUserRank");
     find(&count, "ncclCommCount");
     find(&peer, "ncclGetPeerDevicePointer");
+    find(&progress, "ncclCommGetAsyncError");
     find(&text, "ncclGetErrorString");
+  }
+
+  // Of a call on a communicator: XLA may have made it one whose calls return before they are done.
+  int Await(Comm communicator, int error) const {
+    constexpr int kInProgress = 7;
+    while (error == kInProgress) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (const int failed = progress(communicator, &error)) return failed;
+    }
+    return error;
   }
 
   std::string reason;
@@ -268,6 +281,7 @@ struct Nccl {
   Function<Comm, int*> rank = nullptr;
   Function<Comm, int*> count = nullptr;
   Function<Window, size_t, int, void**> peer = nullptr;
+  Function<Comm, int*> progress = nullptr;
   const char* (*text)(int) = nullptr;
 };
 
@@ -303,7 +317,7 @@ void FreeWindow(int, uintptr_t address) {
   const Nccl nccl;
   const Lent lent = all.at.at(address);
   all.at.erase(address);
-  int error = nccl.withdraw(lent.communicator, lent.window);
+  int error = nccl.Await(lent.communicator, nccl.withdraw(lent.communicator, lent.window));
   if (error == 0) error = nccl.free(Pointer(address));
   if (error != 0) throw std::runtime_error(std::string("freeing a window: ") + nccl.text(error));
 }
@@ -362,7 +376,7 @@ std::string MakeWindow(void* communicator, int ordinal, int64_t bytes) {
   const auto text = [&nccl](const char* doing, int error) { return std::string(doing) + ": " + nccl.text(error); };
   if (const int error = nccl.allocate(&memory, size)) return text("ncclMemAlloc", error);
   if (cudaMemset(memory, 0, size) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess) return "clearing a window";
-  if (const int error = nccl.enroll(communicator, memory, size, &lent.window, kSymmetric)) {
+  if (const int error = nccl.Await(communicator, nccl.enroll(communicator, memory, size, &lent.window, kSymmetric))) {
     return text("ncclCommWindowRegister", error);
   }
   if (lent.window == nullptr) return "NCCL has no symmetric windows over these devices";
