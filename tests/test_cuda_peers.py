@@ -179,6 +179,12 @@ def work(ranks, mode, seconds=100, **environment):
         return codes, [output.read() for output in outputs]
 
 
+def raises(text, output):
+    """Whether the call or the next one raised this, beside the line printed at once, and no result was a number."""
+    nan = re.findall(r"NaN: (\d) of 6", output)
+    return re.search(rf"raised: .*{re.escape(text)}", output) and output.count(text) >= 2 and nan in ([], ["6"])
+
+
 @pytest.mark.parametrize(("ranks", "way"), [(2, "ipc"), (4, "ipc"), (2, "fabric")])
 def test_processes_that_share_a_gpu_equal_virtual_ranks(ranks, way):
     if why_not(way) is not None:
@@ -196,7 +202,9 @@ def test_a_rank_that_is_killed_ends_the_others(ranks):
     missing = rf"ranks {ranks - 1} did not come within 10 s for (forward|backward)\(dtype bfloat16, .*tokens \d"
     assert re.search(rf"rank \d of {ranks} in group 0: at the barrier .* {missing}", everything), everything
     for output in outputs[:-1]:
-        assert "the group is given up" in output and "differs" in output, everything
+        # The call may have lost its rank between its passes.
+        assert re.search(r"NaN: [1-6] of 6 results", output), everything
+        assert re.search("raised: .*the group is given up", output), everything
 
 
 def test_ranks_that_trace_different_shapes_are_told_both():
@@ -206,6 +214,7 @@ def test_ranks_that_trace_different_shapes_are_told_both():
     for rank, output in enumerate(outputs):
         assert re.search(rf"rank {1 - rank} came to the barrier .* with another call: here .*, there ", output), output
         assert "tokens 64" in output and "tokens 128" in output
+        assert raises("with another call", output), output
 
 
 def test_another_order_of_devices_ends_every_rank():
@@ -214,7 +223,8 @@ def test_another_order_of_devices_ends_every_rank():
     assert all(codes), everything
     for rank, output in enumerate(outputs):
         assert "refused: moe: the mesh must have its devices in the order [0, 1] that" in output, everything
-        assert f"rank {rank} of 2 in group 0: the device is rank {1 - rank} of the mesh that runs" in output, everything
+        text = f"rank {rank} of 2 in group 0: the device is rank {1 - rank} of the mesh that runs"
+        assert raises(text, output), everything
 
 
 @pytest.mark.skipif("MOK_STRESS" not in os.environ, reason="takes minutes; MOK_STRESS says how many steps, say 2000")
