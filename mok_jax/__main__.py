@@ -56,7 +56,9 @@ def _peers(tokens: int, hidden: int, top_k: int, dtype: str) -> Iterator[tuple[s
         yield "peers", str(error)
         return
     yield f"T {tokens} H {hidden} K {top_k} {dtype}", f"{size} bytes, {size / 2**20:.1f} MiB"
-    if jax.default_backend() != "gpu":
+    try:
+        jax.local_devices(backend="cuda")
+    except RuntimeError:
         yield "peers", "there is no CUDA device here"
         return
     for way, reason in distributed.probe().items():
