@@ -5,8 +5,8 @@ devices of the mesh, `moe` does it itself. A call then only names its table (ffi
 """
 
 import atexit
+import collections
 import dataclasses
-import itertools
 import pathlib
 import pickle
 import sys
@@ -45,6 +45,7 @@ class Table:
     expert_axis: str
     devices: tuple[int, ...]
     bytes: int
+    processes: tuple[int, ...] = (0,)  # that hold its devices
     arenas: tuple[tuple[int, int], ...] = ()  # (ordinal, address) of those that this process made
     imported: tuple[tuple[int, int], ...] = ()
     refused: tuple[tuple[str, str], ...] = ()  # ways tried before, and why they could not be
@@ -55,7 +56,7 @@ class Table:
 
 
 _tables: list[Table] = []
-_serial = itertools.count()  # a key of the store is never used twice
+_built: collections.Counter[int] = collections.Counter()  # by id: a key of the store is never used twice
 _lock = threading.Lock()
 
 
@@ -140,17 +141,17 @@ def arena_bytes(tokens: int, hidden: int, top_k: int, dtype: Any = jnp.bfloat16,
 
 
 def finalize() -> None:
-    """Gives every arena back. On every process alike, when no call that uses them is under way."""
+    """Gives every arena back. On every process of their meshes alike, when no call that uses them is under way."""
     module = ops.cuda()
     with _lock:
         for table in _tables:
             for ordinal, _ in (*table.arenas, *table.imported):
                 module.synchronize(ordinal)
-            _meet(f"{table.key}/quiet", 120.0)  # nobody writes into what is freed next
+            _meet(f"{table.key}/quiet", table.processes)  # nobody writes into what is freed next
             module.remove_table(table.id)
             for ordinal, address in table.imported:
                 module.arena_close(table.way, ordinal, address)
-            _meet(f"{table.key}/closed", 120.0)
+            _meet(f"{table.key}/closed", table.processes)
             for ordinal, address in table.arenas:
                 module.arena_free(table.way, ordinal, address)
         _tables.clear()
@@ -211,21 +212,32 @@ def groups_of(mesh: Mesh, expert_axis: str) -> np.ndarray:
 
 def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, way: str | None, timeout: float):
     devices = tuple(device.id for device in mesh.devices.flat)
-    # Alike on every process, and another one for each table.
+    # Alike on every process of the mesh, whatever others have built besides.
     number = zlib.crc32(repr((mesh.shape_tuple, expert_axis, devices, size, way)).encode()) or 1
     there = next((table for table in _tables if table.id == number), None)
     if there is not None:
         return there
-    key = f"mok_jax/{next(_serial)}/{number}"
-    several = len({device.process_index for device in groups.flat}) > 1
+    key = f"mok_jax/{number}/{_built[number]}"
+    _built[number] += 1
+    processes = tuple(sorted({device.process_index for device in groups.flat}))
     refused: list[tuple[str, str]] = []
-    for candidate in (way,) if way else WAYS[1:] if several else WAYS[:1]:
-        attempt = _Attempt(module, candidate, groups, size, f"{key}/{candidate}", several, timeout)
+    for candidate in (way,) if way else WAYS[1:] if len(processes) > 1 else WAYS[:1]:
+        attempt = _Attempt(module, candidate, groups, size, f"{key}/{candidate}", processes, timeout)
         complaint = attempt.run(mesh, number)
         if complaint is None:
-            arenas, imported = tuple(attempt.arenas), tuple(attempt.imported)
-            shape = mesh.shape_tuple
-            return Table(number, key, candidate, shape, expert_axis, devices, size, arenas, imported, tuple(refused))
+            return Table(
+                number,
+                key,
+                candidate,
+                mesh.shape_tuple,
+                expert_axis,
+                devices,
+                size,
+                processes,
+                tuple(attempt.arenas),
+                tuple(attempt.imported),
+                tuple(refused),
+            )
         refused.append((candidate, complaint))
     reasons = "; ".join(f"{name}: {complaint}" for name, complaint in refused)
     raise RuntimeError(f'distributed.initialize: {reasons}; use implementation="xla" over these devices')
@@ -240,7 +252,7 @@ class _Attempt:
     groups: np.ndarray
     size: int
     key: str
-    several: bool
+    processes: tuple[int, ...]
     timeout: float
     arenas: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     imported: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -268,7 +280,7 @@ class _Attempt:
             mine = None, act()
         except RuntimeError as error:
             mine = str(error), None
-        known = _exchange(f"{self.key}/{name}", mine, self.several, self.timeout)
+        known = _exchange(f"{self.key}/{name}", mine, self.processes, self.timeout)
         for process, (complaint, _) in sorted(known.items()):
             if complaint is not None:
                 return f"process {process}: {complaint}", []
@@ -279,7 +291,7 @@ class _Attempt:
         return [device for device in self.groups.flat if device.process_index == jax.process_index()]
 
     def _open(self) -> None:
-        if self.way == "pointers" and self.several:
+        if self.way == "pointers" and len(self.processes) > 1:
             raise RuntimeError("raw pointers reach only devices of one process")
         ordinals = [device.local_hardware_id for device in self._mine]
         reason = _unreachable(self.module, ordinals)
@@ -397,28 +409,28 @@ def _client():
     return client
 
 
-def _exchange(key: str, value: Any, several: bool, timeout: float) -> dict[int, Any]:
-    """Every process's value, by process."""
+def _exchange(key: str, value: Any, processes: tuple[int, ...], timeout: float) -> dict[int, Any]:
+    """The value of each of these processes, by process."""
     me = jax.process_index()
-    if not several:
+    if len(processes) == 1:
         return {me: value}
     client, milliseconds = _client(), int(timeout * 1000)
     client.key_value_set_bytes(f"{key}/{me}", pickle.dumps(value))
     found = {}
-    for process in range(jax.process_count()):
+    for process in processes:
         try:
             found[process] = pickle.loads(client.blocking_key_value_get_bytes(f"{key}/{process}", milliseconds))
         except Exception as error:  # jaxlib raises several types
             raise RuntimeError(
-                f"distributed.initialize: process {process} did not come within {timeout:g} s; every process must call "
-                "it alike"
+                f"distributed.initialize: process {process} did not come within {timeout:g} s; "
+                "every process of the mesh must call it alike"
             ) from error
     return found
 
 
-def _meet(key: str, timeout: float) -> None:
-    if jax.process_count() > 1:
-        _client().wait_at_barrier(key, int(timeout * 1000))
+def _meet(key: str, processes: tuple[int, ...]) -> None:
+    if len(processes) > 1:
+        _client().wait_at_barrier(key, 120_000, list(processes))
 
 
 # ---- what a rank has to say while nobody calls ----

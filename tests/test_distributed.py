@@ -161,6 +161,13 @@ class Memory:
         self.tables = {key: value for key, value in self.tables.items() if key[0] != table}
 
 
+class Fresh(dict):
+    """What a process counts, in each thread: nothing built yet."""
+
+    def __getitem__(self, number):
+        return 0
+
+
 def processes(monkeypatch, shape, axes, count, shared=None):
     """Runs `_build` in `count` processes of equally many devices; their results or errors, and memories."""
     devices = [
@@ -175,7 +182,7 @@ def processes(monkeypatch, shape, axes, count, shared=None):
     monkeypatch.setattr(distributed, "_client", lambda: store)
     monkeypatch.setattr(jax, "process_index", lambda: me.process)
     monkeypatch.setattr(jax, "process_count", lambda: count)
-    monkeypatch.setattr(distributed, "_serial", itertools.repeat(0))
+    monkeypatch.setattr(distributed, "_built", Fresh())
     memories = [Memory(process, shared or {}) for process in range(count)]
 
     def build(process):
