@@ -168,12 +168,11 @@ class Fresh(dict):
         return 0
 
 
-def processes(monkeypatch, shape, axes, count, shared=None):
+def processes(monkeypatch, shape, axes, count, shared=None, first=0):
     """Runs `_build` in `count` processes of equally many devices; their results or errors, and memories."""
+    each = np.prod(shape) // count
     devices = [
-        types.SimpleNamespace(
-            id=i, process_index=i // (np.prod(shape) // count), local_hardware_id=i % (np.prod(shape) // count)
-        )
+        types.SimpleNamespace(id=i, process_index=first + i // each, local_hardware_id=i % each)
         for i in range(np.prod(shape))
     ]
     grid = np.array(devices, object).reshape(shape)
@@ -181,12 +180,11 @@ def processes(monkeypatch, shape, axes, count, shared=None):
     store, me = Store(), threading.local()
     monkeypatch.setattr(distributed, "_client", lambda: store)
     monkeypatch.setattr(jax, "process_index", lambda: me.process)
-    monkeypatch.setattr(jax, "process_count", lambda: count)
     monkeypatch.setattr(distributed, "_built", Fresh())
     memories = [Memory(process, shared or {}) for process in range(count)]
 
     def build(process):
-        me.process = process
+        me.process = first + process
         try:
             groups = distributed.groups_of(mesh, "expert")
             return distributed._build(memories[process], mesh, groups, "expert", 4096, None, 5.0)
@@ -207,6 +205,11 @@ def test_every_rank_gets_its_own_way_to_each_arena_of_its_group(monkeypatch):
             assert (group, rank, size) == (ordinal, process, 4096)
             own, other = 1000 * (process + 1) + 100 * ordinal, 1000 * (2 - process) + 100 * ordinal
             assert arenas[rank] == own and arenas[1 - rank] == 10**6 + other
+
+
+def test_processes_outside_the_mesh_are_not_waited_for(monkeypatch):
+    tables, _ = processes(monkeypatch, (4,), ("expert",), 2, first=3)
+    assert [table.processes for table in tables] == [(3, 4)] * 2
 
 
 def test_one_process_uses_raw_pointers(monkeypatch):
