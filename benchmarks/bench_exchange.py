@@ -171,10 +171,10 @@ def measure(
     """The runs over so many GPUs of this process."""
     mesh = Mesh(np.array(jax.devices("cuda")[:gpus]), ("expert",))
     for small in (dataclasses.replace(shape, tokens=min(shape.tokens, 16 * gpus)), shape):
-        table = distributed.initialize(
+        made = distributed.initialize(
             mesh, tokens=small.tokens, hidden=small.hidden, top_k=small.top_k, dtype=small.dtype
         )
-        exchange = Exchange(mesh, table, small)
+        exchange = Exchange(mesh, made, small)
         if small != shape or shape.tokens <= 16 * gpus:
             exchange.check(all_sms[0])
     runs = []
