@@ -25,7 +25,7 @@ import pytest
 from cases import assert_same_bits, make_case, run
 from jax.sharding import Mesh
 
-from mok_jax import MoKConfig, distributed
+from mok_jax import MoKConfig, distributed, ops
 
 SIZES = dict(tokens=300, hidden=136, intermediate=264, shared=72, experts=6, top_k=3)
 KERNELS = {"hopper": ("bf16", False), "portable": ("bf16", True), "f32": ("f32", False)}
@@ -102,6 +102,14 @@ def test_a_call_that_waits_in_vain_does_not_give_the_group_up():
         with pytest.raises(jax.errors.JaxRuntimeError, match="in vain for counter 3"):
             run(case, "cuda", config=config, mesh=mesh)
         assert_same_bits(run(case, "cuda", config=config, mesh=mesh), good)
+
+
+def test_an_expert_axis_larger_than_a_domain_is_refused(monkeypatch):
+    monkeypatch.setattr(ops.cuda(), "MAX_RANKS", 0)
+    with pytest.raises(
+        ValueError, match="'expert' must have at most 0 devices, as one NVLink domain has, got 1; put a data"
+    ):
+        distributed.initialize(Mesh(np.array(jax.devices("cuda")[:1]), ("expert",)), tokens=8, hidden=8, top_k=1)
 
 
 def test_compiled_calls_outlive_finalize():
