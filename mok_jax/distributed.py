@@ -357,8 +357,8 @@ def _make_windows(module, mesh: Mesh, groups: np.ndarray, size: int) -> None:
     jax.block_until_ready(jax.jit(run)())
 
 
-def probe() -> dict[str, str | None]:
-    """Why each of WAYS is not open to the CUDA devices of this process, or None where it is."""
+def probe(ways: tuple[str, ...] = WAYS) -> dict[str, str | None]:
+    """Why each of these ways is not open to the CUDA devices of this process, or None where it is."""
     module = ops.cuda()
     devices = jax.local_devices(backend="cuda")
     ordinals = [device.local_hardware_id for device in devices]
@@ -382,7 +382,7 @@ def probe() -> dict[str, str | None]:
             return str(error)
         return None
 
-    return {way: attempt(way) for way in WAYS}
+    return {way: attempt(way) for way in ways}
 
 
 def _unreachable(module, ordinals: list[int]) -> str | None:
