@@ -27,7 +27,8 @@ from jax.experimental.compute_on import compute_on
 from mok_jax.config import DEFAULT_BARRIER_TIMEOUT_SECONDS, MoKConfig, check_multiple
 from mok_jax.reference import accumulation_dtype
 
-TARGETS = ("mok_forward", "mok_backward", "mok_forward_peers", "mok_backward_peers")
+FORWARD, BACKWARD, PEERS = "mok_forward", "mok_backward", "_peers"
+TARGETS = (FORWARD, BACKWARD, FORWARD + PEERS, BACKWARD + PEERS)
 """The FFI targets, for `jax.export.DisabledSafetyCheck.custom_call`."""
 
 
@@ -151,8 +152,11 @@ class Dims:
         hopper = self.gpu is not None and self.gpu.capability == (9, 0)
         return self.config.portable or not hopper or self.dtype.name != "bfloat16" or any(s % 8 for s in sizes)
 
-    def plan(self):
+    def plan(self, alone: bool = False):
         """The sizes of one (virtual) rank as the extension module computes them.
+
+        Args:
+          alone: for a forward pass that keeps no context, which has larger default minibatches.
 
         Raises:
           TypeError: a dtype that the implementation lacks.
@@ -182,6 +186,7 @@ class Dims:
             minibatch=config.minibatch or 0,
             macrobatch=config.macrobatch or 0,
             portable=self.portable,
+            alone=alone,
             peers=self.table != 0,
         )
         if plan.capacity >= 2**31:
@@ -241,7 +246,7 @@ class Dims:
         Raises:
           ValueError: more than the GPU has; and as `plan`.
         """
-        plan, module = self.plan(), _module(self.implementation)
+        plan, module = self.plan(alone=not (backward or context)), _module(self.implementation)
         pass_ = module.Pass(backward=backward, context=context, gradients=gradients)
         wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
         size = self.config.virtual_ranks * module.workspace_bytes(plan, pass_, self.dtype.itemsize, wide)
@@ -257,9 +262,9 @@ class Dims:
         """Bytes of each rank's arena that this call needs."""
         return cuda().arena_bytes(self.plan(), self.dtype.itemsize)
 
-    def attributes(self, context: bool, gradients: int) -> dict[str, Any]:
-        """The call's attributes, the same on every rank."""
-        plan, config = self.plan(), self.config
+    def attributes(self, backward: bool, context: bool, gradients: int) -> dict[str, Any]:
+        """A call's attributes, the same on every rank."""
+        plan, config = self.plan(alone=not (backward or context)), self.config
         integers = dict(
             ranks=self.ranks,
             virtual_ranks=config.virtual_ranks,
@@ -327,7 +332,7 @@ def forward(dims: Dims, place, x, ids, router_weights, weights, *, context: bool
         ((kept_tokens, dims.shared_intermediate), x.dtype),
         ((dims.workspace_bytes(False, context, 0),), jnp.uint8),
     ]
-    y, *kept_arrays, _ = _call("mok_forward", dims, context, 0, shapes, (place, x, ids, router_weights, *weights))
+    y, *kept_arrays, _ = _call(FORWARD, dims, context, 0, shapes, (place, x, ids, router_weights, *weights))
     return y, Residuals(*kept_arrays)
 
 
@@ -361,7 +366,7 @@ def backward(
             shapes.append((weight.shape if want else (0,), dtype))
     shapes.append(((dims.workspace_bytes(True, context, gradients),), jnp.uint8))
     arguments = (place, d_y, x, ids, router_weights, *weights, *residuals)
-    d_x, d_router, *d_weights, _ = _call("mok_backward", dims, context, gradients, shapes, arguments)
+    d_x, d_router, *d_weights, _ = _call(BACKWARD, dims, context, gradients, shapes, arguments)
     if copies > 1:
         d_weights[3:] = [w.sum(axis=0).astype(t) for w, t in zip(d_weights[3:], dtypes[3:], strict=True)]
     return [d_x, d_router, *d_weights]
@@ -373,8 +378,8 @@ def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, argume
     like = jax.typeof(arguments[1])
     results = [like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in shapes]
     method = "sequential" if dims.ranks == 1 else None
-    call = jax.ffi.ffi_call(target + "_peers" * (dims.table != 0), results, vmap_method=method)
-    run: Any = functools.partial(call, **dims.attributes(context, gradients))
+    call = jax.ffi.ffi_call(target + PEERS * (dims.table != 0), results, vmap_method=method)
+    run: Any = functools.partial(call, **dims.attributes(target == BACKWARD, context, gradients))
     if dims.config.collective_stream and dims.table != 0:
         run = compute_on(run, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device)
     run = _no_derivative(run, dims.implementation)

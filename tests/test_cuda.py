@@ -157,6 +157,16 @@ def test_every_way_gives_the_same_bits(dtype, portable, way):
     assert_same_bits(run(case, "cuda", config=MoKConfig(portable=portable, **way)), expected)
 
 
+@kernels
+def test_a_forward_pass_alone_has_minibatches_of_its_own(dtype, portable):
+    sizes = dict(tokens=8192, hidden=264, intermediate=2048, shared=8, experts=4, top_k=2)
+    case, config = make_case(dtype, **sizes), MoKConfig(portable=portable)
+    dims = cases.dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None))
+    assert dims.plan().minibatch < dims.plan(alone=True).minibatch < dims.plan().capacity
+    alone = jax.jit(lambda case: cases.call(case, "cuda", config=config))(case)
+    assert_same_bits({"y": np.asarray(alone)}, {"y": run(case, "cuda", config=config)["y"]})
+
+
 # ---- virtual ranks ----
 
 

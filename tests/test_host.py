@@ -263,9 +263,10 @@ ATTRIBUTES = {
     ),
     "minibatch": (dict(minibatch=12), "minibatch must be a multiple of 8 in [1, 2**31), got 12"),
     "negative_minibatch": (dict(minibatch=-8), "minibatch must be a multiple of 8 in [1, 2**31), got -8"),
+    "macrobatch_of_no_tile": (dict(macrobatch=12), "macrobatch must be a multiple of 8 in [1, 2**31), got 12"),
     "macrobatch": (
         dict(minibatch=16, macrobatch=24),
-        "macrobatch must be a multiple of 16 in [1, 2**31), got 24",
+        "macrobatch must be a multiple of the minibatch, or hold all rows, got 24 and 16 of 184 rows",
     ),
     "another_macrobatch": (
         dict(minibatch=8, macrobatch=8),

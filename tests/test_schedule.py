@@ -144,6 +144,28 @@ def test_defaults_on_one_rank_hold_all_rows(given, expected):
     assert dict(minibatch=dims.minibatch, macrobatch=dims.macrobatch) == expected
 
 
+@pytest.mark.parametrize(
+    "tokens, alone", [pytest.param(1024, 512, id="many rows"), pytest.param(64, 256, id="few rows")]
+)
+def test_a_forward_pass_alone_has_twice_the_minibatch(tokens, alone):
+    sizes = dict(tokens=tokens, top_k=4, experts=2, hidden=64, intermediate=2048, row_tile=128)
+    assert make_dims(**sizes).minibatch == 256
+    assert make_dims(**sizes, alone=True).minibatch == alone
+
+
+def test_the_macrobatch_suits_every_pass():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        tokens, hidden, intermediate, experts, top_k, ranks = (int(2**x) for x in rng.uniform(0, [14, 8, 12, 8, 4, 4]))
+        sizes = dict(tokens=tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=intermediate)
+        sizes |= dict(ranks=ranks, row_tile=128, macrobatch=int(rng.choice([0, 128, 1280, 4096])))
+        trained, alone = make_dims(**sizes), make_dims(**sizes, alone=True)
+        assert trained.macrobatch == alone.macrobatch, sizes
+        for dims in (trained, alone):
+            assert dims.minibatch % 128 == dims.macrobatch % 128 == 0, sizes
+            assert dims.macrobatch >= dims.capacity or dims.macrobatch % dims.minibatch == 0, sizes
+
+
 def test_default_macrobatch_on_several_ranks_is_bounded_by_the_balanced_load():
     dims = make_dims(tokens=4096, top_k=2, experts=4, ranks=8, row_tile=128, minibatch=128)
     assert dims.capacity > 8 * 8192
