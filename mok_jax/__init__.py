@@ -7,11 +7,22 @@ from typing import Any
 # From the source tree, the extension modules are those of the installed package.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
+from mok_jax import distributed
 from mok_jax.config import MoKConfig
 from mok_jax.moe import choose_implementation, moe, save_moe_residuals, why_not
 from mok_jax.routing import Routing, route
 
-__all__ = ["MoKConfig", "MoKMoE", "Routing", "choose_implementation", "moe", "route", "save_moe_residuals", "why_not"]
+__all__ = [
+    "MoKConfig",
+    "MoKMoE",
+    "Routing",
+    "choose_implementation",
+    "distributed",
+    "moe",
+    "route",
+    "save_moe_residuals",
+    "why_not",
+]
 
 __version__ = "0.1.0"
 

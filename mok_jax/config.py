@@ -7,6 +7,7 @@ import os
 import numpy as np
 
 DEFAULT_TIMEOUT_SECONDS = 20.0
+DEFAULT_BARRIER_TIMEOUT_SECONDS = 300.0
 TIMEOUT_VARIABLE = "MOK_TIMEOUT"
 
 
@@ -40,9 +41,13 @@ class MoKConfig:
         missing ones, and "cuda" for one tile inside a running kernel, whatever was queued before it,
         before it reports that; the next call raises the report. None: the environment variable
         MOK_TIMEOUT, else 20.
+      barrier_timeout: seconds > 0 that "cuda" waits at a barrier for the other GPUs of a group, which may be
+        compiling or saving a checkpoint. None: 300.
+      collective_stream: put calls of several GPUs on the stream of XLA's own collectives, in order with them, so that
+        the two never run at once: no kernel of NCCL's shares the multiprocessors, and none hides behind the layer.
       random_order: None, or a seed in [0, 2**31): a test mode of "host" that runs its tasks in
-        random order, driven by the readiness counters alone, over a ring filled with NaN. "cuda" only
-        fills the ring.
+        random order, driven by the readiness counters alone, over a ring filled with NaN. "cuda"
+        fills what it leaves to be written with NaN, and several GPUs pause between their phases.
       stuck_counter: None, or the index of a readiness counter that "cuda" never fills: a test mode that
         shows what a wait does that is in vain.
 
@@ -61,12 +66,15 @@ class MoKConfig:
     portable: bool = False
     num_comm_sms: int | None = None
     timeout: float | None = None
+    barrier_timeout: float | None = None
+    collective_stream: bool = False
     random_order: int | None = None
     stuck_counter: int | None = None
 
     def __post_init__(self) -> None:
         _check_number("swiglu_limit", self.swiglu_limit, "a finite number >= 0 or None", lambda v: v >= 0)
-        _check_number("timeout", self.timeout, "a finite number of seconds > 0 or None", lambda v: v > 0)
+        for name in ("timeout", "barrier_timeout"):
+            _check_number(name, getattr(self, name), "a finite number of seconds > 0 or None", lambda v: v > 0)
         for name in ("row_tile", "minibatch", "macrobatch", "num_threads", "num_comm_sms"):
             _check_integer(name, getattr(self, name), "an integer in [1, 2**31) or None", lambda v: 1 <= v < 2**31)
         for name in ("random_order", "stuck_counter"):
@@ -74,7 +82,7 @@ class MoKConfig:
         if self.virtual_ranks is None:
             raise TypeError("MoKConfig: virtual_ranks must be an integer >= 1, got None")
         _check_integer("virtual_ranks", self.virtual_ranks, "an integer >= 1", lambda v: v >= 1)
-        for name in ("save_context", "portable"):
+        for name in ("save_context", "portable", "collective_stream"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"MoKConfig: {name} must be True or False, got {getattr(self, name)!r}")
         if self.row_tile is not None and self.row_tile % 8:

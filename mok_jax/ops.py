@@ -22,11 +22,13 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.compute_on import compute_on
 
-from mok_jax.config import MoKConfig, check_multiple
+from mok_jax.config import DEFAULT_BARRIER_TIMEOUT_SECONDS, MoKConfig, check_multiple
 from mok_jax.reference import accumulation_dtype
 
-TARGETS = FORWARD, BACKWARD = "mok_forward", "mok_backward"
+FORWARD, BACKWARD, PEERS = "mok_forward", "mok_backward", "_peers"
+TARGETS = (FORWARD, BACKWARD, FORWARD + PEERS, BACKWARD + PEERS)
 """The FFI targets, for `jax.export.DisabledSafetyCheck.custom_call`."""
 
 
@@ -127,7 +129,7 @@ class Gpu(NamedTuple):
 class Dims:
     """Sizes of one call on one device. `ranks` counts real ones, `config.virtual_ranks` those within.
 
-    gpu: of implementation "cuda", else None.
+    gpu: of implementation "cuda", else None. table: of the peers (distributed.Table.id), 0 for none.
     """
 
     tokens: int
@@ -141,6 +143,7 @@ class Dims:
     config: MoKConfig
     implementation: str = "host"
     gpu: Gpu | None = None
+    table: int = 0
 
     @property
     def portable(self) -> bool:
@@ -184,6 +187,7 @@ class Dims:
             macrobatch=config.macrobatch or 0,
             portable=self.portable,
             alone=alone,
+            peers=self.table != 0,
         )
         if plan.capacity >= 2**31:
             raise ValueError(
@@ -228,9 +232,13 @@ class Dims:
             )
 
     def check(self) -> None:
-        """Raises now what the call would raise when it is traced."""
+        """Raises now what the call would raise when it is traced, and what XLA would when it compiles."""
         self.workspace_bytes(False, False, 0)
         self.config.timeout_seconds()
+        if self.config.collective_stream and self.table != 0 and _version(jax.__version__) < (0, 11, 1):
+            raise NotImplementedError(
+                f"moe: collective_stream needs jax 0.11.1 or newer, this is {jax.__version__}; upgrade jax"
+            )
 
     def workspace_bytes(self, backward: bool, context: bool, gradients: int) -> int:
         """Scratch of one call in bytes.
@@ -250,6 +258,10 @@ class Dims:
             )
         return size
 
+    def arena_bytes(self) -> int:
+        """Bytes of each rank's arena that this call needs."""
+        return cuda().arena_bytes(self.plan(), self.dtype.itemsize)
+
     def attributes(self, backward: bool, context: bool, gradients: int) -> dict[str, Any]:
         """A call's attributes, the same on every rank."""
         plan, config = self.plan(alone=not (backward or context)), self.config
@@ -266,9 +278,11 @@ class Dims:
             num_comm_sms=config.num_comm_sms or 0,
             random_order=-1 if config.random_order is None else config.random_order,
             stuck_counter=-1 if config.stuck_counter is None else config.stuck_counter,
+            table=self.table,
         )
         limit = math.inf if config.swiglu_limit is None else config.swiglu_limit
-        floats = dict(swiglu_limit=limit, timeout=config.timeout_seconds())
+        barrier = DEFAULT_BARRIER_TIMEOUT_SECONDS if config.barrier_timeout is None else config.barrier_timeout
+        floats = dict(swiglu_limit=limit, timeout=config.timeout_seconds(), barrier_timeout=barrier)
         return {name: np.int64(v) for name, v in integers.items()} | {name: np.float64(v) for name, v in floats.items()}
 
 
@@ -305,13 +319,13 @@ def forward(dims: Dims, place, x, ids, router_weights, weights, *, context: bool
     plan, copies = dims.plan(), dims.config.virtual_ranks
     kept = copies * plan.macrobatch if context else 0
     kept_tokens = dims.tokens if context else 0
-    ranks = dims.ranks * copies
+    exchanges = dims.ranks * copies > 1 or dims.table != 0
     shapes = [
         (x.shape, x.dtype),
         ((copies, plan.capacity), jnp.int32),
         ((copies, dims.local_experts // copies + 1), jnp.int32),
         ((copies, dims.local_experts // copies), jnp.int32),
-        ((kept if ranks > 1 else 0, dims.hidden), x.dtype),
+        ((kept if exchanges else 0, dims.hidden), x.dtype),
         ((kept, dims.intermediate), x.dtype),
         ((kept, dims.intermediate), x.dtype),
         ((kept_tokens, dims.shared_intermediate), x.dtype),
@@ -364,8 +378,10 @@ def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, argume
     like = jax.typeof(arguments[1])
     results = [like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in shapes]
     method = "sequential" if dims.ranks == 1 else None
-    call = jax.ffi.ffi_call(target, results, vmap_method=method)
-    run = functools.partial(call, **dims.attributes(target == BACKWARD, context, gradients))
+    call = jax.ffi.ffi_call(target + PEERS * (dims.table != 0), results, vmap_method=method)
+    run: Any = functools.partial(call, **dims.attributes(target == BACKWARD, context, gradients))
+    if dims.config.collective_stream and dims.table != 0:
+        run = compute_on(run, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device)
     run = _no_derivative(run, dims.implementation)
     return list((run if dims.ranks == 1 else _no_vmap(run, dims.implementation))(*arguments))
 

@@ -3,21 +3,32 @@
 // loaded is there since Initialize.
 #include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "../decode.h"
 #include "../op_names.h"
 #include "../planning.h"
+#include "arena.h"
 #include "driver.h"
+#include "exchange.h"
 #include "kernels.h"
 #include "megakernel.h"
+#include "memory.h"
+#include "peers.h"
 #include "status.h"
+#if __has_include("xla/ffi/api/collectives_api.h")
+#include "xla/ffi/api/collectives_api.h"
+#define MOK_BORROWS_COMMUNICATORS
+#endif
 
 namespace mok::cuda {
 namespace {
@@ -29,7 +40,8 @@ constexpr int64_t kComputeUnits = 132;
 // What a device needs before its first launch; kept for the process's life once it is complete.
 struct Device {
   Reports* reports = nullptr;
-  uint32_t seen = 0;  // the number of the last report that was passed on
+  uint32_t seen = 0;   // the number of the last report that was passed on
+  uint32_t shown = 0;  // likewise, by NewFaults
   int sms = 0;
   int capability = 0;  // 90 for 9.0
 };
@@ -56,13 +68,21 @@ std::string Open(int ordinal, Device* device) {
   return Text("allocating pinned memory", allocated);
 }
 
+struct Devices {
+  std::mutex mutex;
+  std::unordered_map<int, Device> at;
+};
+Devices& AllDevices() {
+  static auto* devices = new Devices;  // never destroyed: kernels may outlive `main`
+  return *devices;
+}
+
 // The device of this ordinal, opened by the first call, which is Initialize's. A device that does not open is
 // not remembered, for what it lacked may come free: the next call tries once more.
 std::string DeviceAt(int ordinal, Device** device) {
-  static std::mutex mutex;
-  static auto* devices = new std::unordered_map<int, Device>;  // never destroyed: kernels may outlive `main`
-  const std::lock_guard<std::mutex> lock(mutex);
-  *device = &(*devices)[ordinal];
+  Devices& all = AllDevices();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  *device = &all.at[ordinal];
   if ((*device)->reports != nullptr) return "";
   const std::string error = Open(ordinal, *device);
   if (!error.empty()) cudaGetLastError();  // or the next launch on this thread would find it
@@ -108,11 +128,13 @@ std::string TakeReport(Device& device) {
     const Report& next = device.reports->at[(device.seen + 1) % kReports];
     const uint32_t number = __atomic_load_n(&next.number, __ATOMIC_ACQUIRE);
     if (number <= device.seen) break;
-    report = next;
+    // That a group is given up explains less than why.
+    if (next.exchange.fault != Fault::kAbandoned || device.seen == before) report = next;
     device.seen = number;
   }
   const uint32_t calls = device.seen - before;
   if (calls == 0) return "";
+  if (report.exchange.fault != Fault::kNone) return Describe(report);
   const Status& s = report.status;
   const bool known = s.op >= 0 && s.op <= static_cast<int32_t>(Op::kSharedGradDown);
   return "mok_jax cuda: in an earlier call on this device " +
@@ -124,6 +146,24 @@ std::string TakeReport(Device& device) {
          ". The time runs from when a task of a running kernel begins to wait, whatever was queued before it; raise "
          "MoKConfig.timeout (or MOK_TIMEOUT) if one tile can take that long, because other processes share the GPU, a "
          "debugger holds it, or one expert has very many rows. Otherwise this is a fault of mok_jax or of the GPU";
+}
+
+// Faults between ranks on any device, each once, whether or not a call has raised them.
+std::vector<std::string> NewFaults() {
+  Devices& all = AllDevices();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::vector<std::string> faults;
+  for (auto& [ordinal, device] : all.at) {
+    if (device.reports == nullptr) continue;
+    for (;;) {
+      const Report& next = device.reports->at[(device.shown + 1) % kReports];
+      const uint32_t number = __atomic_load_n(&next.number, __ATOMIC_ACQUIRE);
+      if (number <= device.shown) break;
+      device.shown = number;
+      if (next.exchange.fault != Fault::kNone) faults.push_back(Describe(next));
+    }
+  }
+  return faults;
 }
 
 ffi::Error Internal(const std::string& message) { return ffi::Error(ffi::ErrorCode::kInternal, message); }
@@ -146,7 +186,13 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
   Decoded decoded = Decode(direction, call, arguments, results, TilesOf(path));
   if (!decoded.complaint.empty()) return ffi::Error::InvalidArgument(decoded.complaint);
   const Params& first = decoded.ranks[0];
-  if (call.ranks != 1 || call.virtual_ranks > kMaxRanks || call.row_tile != kRowTile ||
+  const Group* group = call.table == 0 ? nullptr : FindGroup(call.table, ordinal);
+  if (call.table != 0) {
+    const std::string complaint = Complaint(group, call.ranks, first);
+    if (!complaint.empty()) return Internal(complaint);
+  }
+  if ((call.ranks != 1 && group == nullptr) || (call.virtual_ranks != 1 && group != nullptr) ||
+      call.virtual_ranks > kMaxRanks || call.row_tile != kRowTile ||
       first.dims.capacity + first.dims.macrobatch > kMostRows || first.type == ScalarType::kFloat64 ||
       (path == Path::kHopper && first.type != ScalarType::kBFloat16)) {
     return ffi::Error::InvalidArgument("mok_jax cuda: sizes that mok_jax/ops.py refuses; reinstall mok_jax");
@@ -169,7 +215,10 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
   options.reports = device->reports;
   options.launch.timeout_ns = static_cast<uint64_t>(std::min(call.timeout * 1e9, 9e18));
   options.launch.num_comm_sms = static_cast<int>(call.num_comm_sms);
-  options.fill_with_nan = call.random_order >= 0;
+  options.group = group;
+  options.place = decoded.place;
+  options.barrier_timeout_ns = static_cast<uint64_t>(std::min(call.barrier_timeout * 1e9, 9e18));
+  options.test_mode = call.random_order >= 0;
   options.stuck_counter = call.stuck_counter;
   error = Enqueue(decoded.ranks, decoded.workspace, decoded.workspace_bytes, options, stream);
   return error.empty() ? ffi::Error::Success() : Internal(error);
@@ -205,12 +254,120 @@ ffi::Error ExecuteSchedule(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer 
   return error == nullptr ? ffi::Error::Success() : Internal(std::string("mok_schedule: ") + error);
 }
 
+// The exchange alone, for measurements: stages x, then `repeats` times the traffic between `barriers` barriers (two at
+// least). returned: the return window at the end, or of size 0.
+ffi::Error ExecuteTraffic(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer place, ffi::AnyBuffer x,
+                          ffi::AnyBuffer pushed, ffi::Result<ffi::AnyBuffer> pulled,
+                          ffi::Result<ffi::AnyBuffer> returned, ffi::Result<ffi::AnyBuffer> control, int64_t table,
+                          int64_t traffic, int64_t repeats, int64_t barriers, int64_t sms, double barrier_timeout) {
+  const Group* group = FindGroup(table, ordinal);
+  if (group == nullptr) return ffi::Error::InvalidArgument("mok_traffic: this device is in no such table of peers");
+  if (x.dimensions().size() != 2 || pushed.dimensions().size() != 2 || x.dimensions()[0] < 1) {
+    return ffi::Error::InvalidArgument("mok_traffic: x and pushed must have 2 axes");
+  }
+  Dims d{};
+  d.tokens = x.dimensions()[0];
+  d.hidden = x.dimensions()[1];
+  d.top_k = pushed.dimensions()[0] / d.tokens;
+  const int64_t element_bytes = static_cast<int64_t>(ffi::ByteWidth(x.element_type()));
+  const ArenaLayout at = LayOutArena(d, element_bytes);
+  const TrafficRows rows{d.tokens,
+                         d.Routes(),
+                         d.hidden * element_bytes,
+                         at.x,
+                         at.returned,
+                         static_cast<char*>(pulled->untyped_data()),
+                         static_cast<const char*>(pushed.untyped_data())};
+  const int64_t bytes = rows.routes * rows.row_bytes, returned_bytes = static_cast<int64_t>(returned->size_bytes());
+  if (static_cast<int64_t>(pushed.size_bytes()) != bytes || static_cast<int64_t>(pulled->size_bytes()) != bytes ||
+      (returned_bytes != 0 && returned_bytes != bytes) || rows.routes % group->ranks != 0 || rows.row_bytes % 16 != 0 ||
+      at.total > group->bytes || control->size_bytes() < kControlWords * 4 || barriers < 2 || sms < 2 || sms % 2 != 0) {
+    return ffi::Error::InvalidArgument("mok_traffic: sizes that do not fit each other");
+  }
+  const Current current(ordinal);
+  if (!current.error().empty()) return Internal(current.error());
+  Device* device;
+  const std::string failed = DeviceAt(ordinal, &device);
+  if (!failed.empty()) return Internal(failed);
+  auto* words = static_cast<int32_t*>(control->untyped_data());
+  Meeting meeting{*group,
+                  {},
+                  static_cast<const int32_t*>(place.untyped_data()),
+                  words,
+                  device->reports,
+                  static_cast<uint64_t>(barrier_timeout * 1e9)};
+  int32_t* word = meeting.signature.words;
+  for (const int64_t value : {d.tokens, d.hidden, d.top_k, traffic, repeats, barriers}) {
+    *word++ = static_cast<int32_t>(value);
+  }
+  cudaError_t error = cudaMemsetAsync(words, 0, kControlWords * 4, stream);
+  const char* text = error == cudaSuccess ? LaunchEnter(meeting, stream) : cudaGetErrorString(error);
+  if (text == nullptr) text = LaunchStage(meeting, at.x, x.untyped_data(), x.size_bytes(), device->sms, stream);
+  for (int64_t i = 1; text == nullptr && i < barriers; ++i) text = LaunchBarrier(meeting, 0, stream);
+  for (int64_t i = 0; text == nullptr && i < repeats && traffic != 0; ++i) {
+    text = LaunchTraffic(meeting, static_cast<Traffic>(traffic), rows, static_cast<int>(sms), stream);
+  }
+  if (text == nullptr) text = LaunchBarrier(meeting, 1, stream);
+  if (text == nullptr && returned_bytes != 0) {
+    error = cudaMemcpyAsync(returned->untyped_data(), group->arenas[group->rank] + at.returned, returned_bytes,
+                            cudaMemcpyDeviceToDevice, stream);
+    if (error != cudaSuccess) text = cudaGetErrorString(error);
+  }
+  if (text == nullptr) text = LaunchLeave(meeting, stream);
+  return text == nullptr ? ffi::Error::Success() : Internal(std::string("mok_traffic: ") + text);
+}
+
+#ifdef MOK_BORROWS_COMMUNICATORS
+// XLA lends its communicators through an extension whose minor versions only add to it.
+struct Collectives
+    : ffi::internal::CollectivesExtensionBase<ffi::internal::CommunicatorContextBase<ffi::internal::ErrorPolicy>> {
+  static bool Support(int32_t major, int32_t) { return major == kMajorVersion; }
+};
+using Lender = ffi::internal::CommunicatorContextBase<ffi::internal::ErrorPolicy>;
+
+constexpr int64_t kCommunication = 0x6d6f6b;  // apart from those of XLA's own collectives
+
+std::vector<std::vector<int64_t>> Rows(ffi::Span<const int64_t> ids, int64_t ranks) {
+  std::vector<std::vector<int64_t>> groups;
+  for (size_t i = 0; i < ids.size(); i += static_cast<size_t>(ranks)) {
+    groups.emplace_back(ids.begin() + i, ids.begin() + i + ranks);
+  }
+  return groups;
+}
+
+ffi::Error PrepareWindow(Lender lender, ffi::Span<const int64_t> groups, int64_t ranks, int64_t) {
+  return lender.RequestCommunicator(ffi::GroupMode::kFlattenedId, Rows(groups, ranks), kCommunication);
+}
+
+// Careful: allocates, registers and waits. No call of the layer comes here, mok_jax/distributed.py runs it once.
+ffi::Error ExecuteWindow(int32_t ordinal, Lender lender, ffi::Result<ffi::AnyBuffer>, ffi::Span<const int64_t> groups,
+                         int64_t ranks, int64_t bytes) {
+  const auto lent = lender.GetCommunicator(ffi::GroupMode::kFlattenedId, Rows(groups, ranks), kCommunication);
+  if (lent.has_error()) return lent.error();
+  const Current current(ordinal);
+  const std::string error = current.error().empty() ? MakeWindow(lent.value(), ordinal, bytes) : current.error();
+  return error.empty() ? ffi::Error::Success() : Internal(error);
+}
+
+#define MOK_WINDOW_ATTRIBUTES Attr<ffi::Span<const int64_t>>("groups").Attr<int64_t>("ranks").Attr<int64_t>("bytes")
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    MokWindowPrepare, PrepareWindow,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>().Ctx<ffi::Extension<Collectives>>().MOK_WINDOW_ATTRIBUTES);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokWindow, ExecuteWindow,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::Extension<Collectives>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .MOK_WINDOW_ATTRIBUTES);
+#undef MOK_WINDOW_ATTRIBUTES
+#endif
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MokInitialize, Initialize,
                               ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>());
 
 // Command buffers may hold these: Execute only launches kernels and fills memory, on one stream; all that
-// changes from call to call is in device memory, and the pinned Reports stay where they are. Real ranks, when
-// they come, need targets without the trait: a captured call must not wait for a peer.
+// changes from call to call is in device memory, and the pinned Reports stay where they are. Real ranks have targets
+// without the trait: a captured call must not wait for a peer.
 #define MOK_BIND                                \
   ffi::Ffi::Bind()                              \
       .Ctx<ffi::DeviceOrdinal>()                \
@@ -221,6 +378,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MokInitialize, Initialize,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MokForward, Execute<Direction::kForward>, MOK_BIND, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MokBackward, Execute<Direction::kBackward>, MOK_BIND,
                               {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokForwardPeers, Execute<Direction::kForward>, MOK_BIND);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokBackwardPeers, Execute<Direction::kBackward>, MOK_BIND);
 #undef MOK_BIND
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MokSchedule, ExecuteSchedule,
                               ffi::Ffi::Bind()
@@ -232,6 +391,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MokSchedule, ExecuteSchedule,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("rank"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokTraffic, ExecuteTraffic,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("table")
+                                  .Attr<int64_t>("traffic")
+                                  .Attr<int64_t>("repeats")
+                                  .Attr<int64_t>("barriers")
+                                  .Attr<int64_t>("sms")
+                                  .Attr<double>("barrier_timeout"));
 
 py::dict Stages(void* execute) {
   py::dict stages;
@@ -251,11 +426,35 @@ PYBIND11_MODULE(_cuda, module) {
     py::dict targets;
     targets["mok_forward"] = Stages(reinterpret_cast<void*>(MokForward));
     targets["mok_backward"] = Stages(reinterpret_cast<void*>(MokBackward));
+    targets["mok_forward_peers"] = Stages(reinterpret_cast<void*>(MokForwardPeers));
+    targets["mok_backward_peers"] = Stages(reinterpret_cast<void*>(MokBackwardPeers));
     targets["mok_schedule"] = Stages(reinterpret_cast<void*>(MokSchedule));
+    targets["mok_traffic"] = Stages(reinterpret_cast<void*>(MokTraffic));
+#ifdef MOK_BORROWS_COMMUNICATORS
+    py::dict window;
+    window["prepare"] = Capsule(reinterpret_cast<void*>(MokWindowPrepare));
+    window["execute"] = Capsule(reinterpret_cast<void*>(MokWindow));
+    targets["mok_window"] = window;
+#endif
     return targets;
   });
   const auto tiles = [](bool portable) { return TilesOf(portable ? Path::kPortable : Path::kHopper); };
   DefinePlanning(module, {tiles, kRowTile, kComputeUnits});
+  DefineMemory(module);
+  DefinePeers(module);
+  module.def("new_reports", &NewFaults);
+  module.def(
+      "open_device",
+      [](int ordinal) {
+        const Current current(ordinal);
+        Device* device;
+        const std::string error = current.error().empty() ? DeviceAt(ordinal, &device) : current.error();
+        if (!error.empty()) throw std::runtime_error(error);
+      },
+      py::arg("ordinal"));
+  module.def(
+      "arena_bytes", [](const Plan& plan, int64_t storage_bytes) { return LayOutArena(plan, storage_bytes).total; },
+      py::arg("dims"), py::arg("storage_bytes"));
   module.def("schedule_scratch", [](const Plan& plan) { return ScheduleScratch(plan); }, py::arg("dims"));
 }
 

@@ -1,0 +1,462 @@
+"""Peer GPUs: the arenas through which the ranks of an expert axis exchange rows, and who may reach whom.
+
+`initialize` is called once on every process alike, before anything compiles; where one process holds all
+devices of the mesh, `moe` does it itself. A call then only names its table (ffi/cuda/arena.h).
+"""
+
+import atexit
+import collections
+import dataclasses
+import pathlib
+import pickle
+import sys
+import threading
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from mok_jax import ops
+from mok_jax.config import MoKConfig
+from mok_jax.placement import DEFAULT_EXPERT_AXIS
+
+WAYS = ("pointers", "ipc", "fabric", "nccl")
+"""How a rank reaches its peers' arenas: raw pointers where one process holds the whole mesh; between processes, in the
+order in which they are tried, CUDA IPC handles on one machine, fabric handles in one NVLink domain, and a window of
+NCCL's over the communicator that XLA lends (jaxlib 0.11.2 or newer)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """One mesh's peers.
+
+    id: the same on every process, never 0, and the same again after `finalize` and a like `initialize`, since
+    compiled programs hold it. key: of this table alone, in the store. bytes: of each arena.
+    """
+
+    id: int
+    key: str
+    way: str
+    shape: tuple[tuple[str, int], ...]
+    expert_axis: str
+    devices: tuple[int, ...]
+    bytes: int
+    processes: tuple[int, ...] = (0,)  # that hold its devices
+    arenas: tuple[tuple[int, int], ...] = ()  # (ordinal, address) of those that this process made
+    imported: tuple[tuple[int, int], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()  # ways tried before, and why they could not be
+
+    @property
+    def ranks(self) -> int:
+        return dict(self.shape).get(self.expert_axis, 1)
+
+
+_tables: list[Table] = []
+_built: collections.Counter[int] = collections.Counter()  # by id: a key of the store is never used twice
+_lock = threading.Lock()
+
+
+def initialize(
+    mesh: Mesh,
+    *,
+    tokens: int,
+    hidden: int,
+    top_k: int,
+    dtype: Any = jnp.bfloat16,
+    expert_axis: str = DEFAULT_EXPERT_AXIS,
+    way: str | None = None,
+    timeout: float = 120.0,
+) -> Table:
+    """Makes the arenas of a mesh and maps those of its peers. On every process of the mesh, in the same order.
+
+    Args:
+      mesh: a concrete mesh of CUDA devices, at most 72 along the expert axis.
+      tokens: the most tokens that one rank passes to `moe`; likewise `hidden` and `top_k`. An arena takes
+        `arena_bytes` of them.
+      dtype: of x.
+      expert_axis: the axis along which ranks exchange rows; a mesh without it has groups of one.
+      way: one of WAYS, None for the first that can be.
+      timeout: seconds to wait for the other processes.
+
+    Returns:
+      The table, which `moe` finds by the mesh; the one that is there already, for the same arguments.
+
+    Raises:
+      TypeError, ValueError: a mesh without CUDA devices, sizes out of range, an unknown way.
+      RuntimeError: some process cannot reach a peer, or did not come; with the reason, on every process.
+    """
+    if not isinstance(mesh, Mesh) or mesh.empty:
+        raise TypeError(f"distributed.initialize: mesh must be a concrete jax.sharding.Mesh, got {mesh!r}")
+    if way is not None and way not in WAYS:
+        raise ValueError(f"distributed.initialize: way must be one of {WAYS} or None, got {way!r}")
+    for name, value in dict(tokens=tokens, hidden=hidden, top_k=top_k).items():
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"distributed.initialize: {name} must be an integer >= 1, got {value!r}")
+    platforms = sorted({device.platform for device in mesh.devices.flat})
+    if platforms not in (["gpu"], ["cuda"]):
+        raise ValueError(f"distributed.initialize: mesh must have CUDA devices, these are {', '.join(platforms)}")
+    groups = groups_of(mesh, expert_axis)
+    module = ops.cuda()
+    if groups.shape[1] > module.MAX_RANKS:
+        raise ValueError(
+            f"distributed.initialize: the expert axis {expert_axis!r} must have at most {module.MAX_RANKS} devices, as "
+            f"one NVLink domain has, got {groups.shape[1]}; put a data axis across domains"
+        )
+    size = arena_bytes(tokens, hidden, top_k, dtype, groups.shape[1])
+    with _lock:
+        table = _build(module, mesh, groups, expert_axis, size, way, timeout)
+        if table not in _tables:
+            _tables.append(table)
+    _watch()
+    return table
+
+
+FORMULA = "16 KiB + 2 T H s + 8 T K + T K (H s + 4) bytes, s bytes an element of x, each part rounded up to 256"
+
+
+def arena_bytes(tokens: int, hidden: int, top_k: int, dtype: Any = jnp.bfloat16, ranks: int = 1) -> int:
+    """Bytes of one rank's arena: x, dy, router weights and ids staged, and the window into which peers push rows.
+
+    It does not depend on the number of ranks, the experts, or their width; `FORMULA` says it in words.
+    """
+    dims = ops.Dims(
+        tokens=tokens,
+        hidden=hidden,
+        intermediate=16,
+        shared_intermediate=0,
+        local_experts=1,
+        ranks=ranks,
+        top_k=top_k,
+        dtype=jnp.dtype(dtype),
+        config=MoKConfig(),
+        implementation="cuda",
+        gpu=ops.Gpu((9, 0), None),
+        table=1,
+    )
+    return dims.arena_bytes()
+
+
+def finalize() -> None:
+    """Gives every arena back. On every process of their meshes alike, when no call that uses them is under way."""
+    module = ops.cuda()
+    with _lock:
+        for table in _tables:
+            for ordinal, _ in (*table.arenas, *table.imported):
+                module.synchronize(ordinal)
+            _meet(f"{table.key}/quiet", table.processes)  # nobody writes into what is freed next
+            module.remove_table(table.id)
+            for ordinal, address in table.imported:
+                module.arena_close(table.way, ordinal, address)
+            _meet(f"{table.key}/closed", table.processes)
+            for ordinal, address in table.arenas:
+                module.arena_free(table.way, ordinal, address)
+        _tables.clear()
+
+
+def tables() -> tuple[Table, ...]:
+    """Those in force, the oldest first."""
+    return tuple(_tables)
+
+
+def find(mesh: Mesh | AbstractMesh, expert_axis: str | None, wanted: int) -> Table | None:
+    """The table for calls over this mesh whose arenas hold `wanted` bytes, or None.
+
+    Raises:
+      ValueError: there is one for the same devices in another order.
+    """
+    if mesh is None or mesh.empty:
+        return None
+    axis = expert_axis or DEFAULT_EXPERT_AXIS
+    for table in reversed(_tables):
+        if table.shape != mesh.shape_tuple or table.bytes < wanted or table.expert_axis != axis:
+            continue
+        if isinstance(mesh, AbstractMesh):
+            return table
+        devices = tuple(device.id for device in mesh.devices.flat)
+        if devices == table.devices:
+            return table
+        if sorted(devices) == sorted(table.devices):
+            raise ValueError(
+                f"moe: the mesh must have its devices in the order {list(table.devices)} that "
+                f"mok_jax.distributed.initialize got, got {list(devices)}; initialize with this mesh"
+            )
+    return None
+
+
+def why_not(mesh: Mesh | AbstractMesh | None, ranks: int) -> str | None:
+    """Why the ranks of this mesh cannot exchange rows, or None where they can."""
+    if mesh is not None and any(table.shape == mesh.shape_tuple and table.ranks == ranks for table in _tables):
+        return None
+    ask = "call mok_jax.distributed.initialize(mesh, ...) on every process first"
+    if not isinstance(mesh, Mesh):
+        return f"its {ranks} ranks have no peer buffers, and the mesh is abstract here; {ask}"
+    if len({device.process_index for device in mesh.devices.flat}) > 1:
+        return f"its {ranks} ranks in several processes have no peer buffers; {ask}"
+    return _unreachable(ops.cuda(), [device.local_hardware_id for device in mesh.devices.flat])
+
+
+def groups_of(mesh: Mesh, expert_axis: str) -> np.ndarray:
+    """Devices [groups, ranks]: a group for each place on the other axes, numbered as `Placement.index` does."""
+    if expert_axis not in mesh.axis_names:
+        return mesh.devices.reshape(-1, 1)
+    axis = mesh.axis_names.index(expert_axis)
+    return np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.devices.shape[axis])
+
+
+# ---- building ----
+
+
+def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, way: str | None, timeout: float):
+    devices = tuple(device.id for device in mesh.devices.flat)
+    # Alike on every process of the mesh, whatever others have built besides.
+    number = zlib.crc32(repr((mesh.shape_tuple, expert_axis, devices, size, way)).encode()) or 1
+    there = next((table for table in _tables if table.id == number), None)
+    if there is not None:
+        return there
+    key = f"mok_jax/{number}/{_built[number]}"
+    _built[number] += 1
+    processes = tuple(sorted({device.process_index for device in groups.flat}))
+    refused: list[tuple[str, str]] = []
+    for candidate in (way,) if way else WAYS[1:] if len(processes) > 1 else WAYS[:1]:
+        attempt = _Attempt(module, candidate, groups, size, f"{key}/{candidate}", processes, timeout)
+        complaint = attempt.run(mesh, number)
+        if complaint is None:
+            return Table(
+                number,
+                key,
+                candidate,
+                mesh.shape_tuple,
+                expert_axis,
+                devices,
+                size,
+                processes,
+                tuple(attempt.arenas),
+                tuple(attempt.imported),
+                tuple(refused),
+            )
+        refused.append((candidate, complaint))
+    reasons = "; ".join(f"{name}: {complaint}" for name, complaint in refused)
+    raise RuntimeError(f'distributed.initialize: {reasons}; use implementation="xla" over these devices')
+
+
+@dataclasses.dataclass
+class _Attempt:
+    """One way tried on every process: its steps end alike everywhere, with None or what went wrong first."""
+
+    module: Any
+    way: str
+    groups: np.ndarray
+    size: int
+    key: str
+    processes: tuple[int, ...]
+    timeout: float
+    arenas: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    imported: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    windows: dict[int, list[int]] = dataclasses.field(default_factory=dict)  # by device: of each rank of NCCL's
+
+    def run(self, mesh: Mesh, number: int) -> str | None:
+        complaint, _ = self._step("open", self._open)
+        if complaint is None:
+            complaint, published = self._step("made", lambda: self._make(mesh))
+        if complaint is None:
+            everyone = {key: value for part in published for key, value in part.items()}
+            complaint, _ = self._step("reached", lambda: self._reach_all(number, everyone))
+        if complaint is not None:
+            self.module.remove_table(number)
+            for ordinal, address in self.imported:
+                self.module.arena_close(self.way, ordinal, address)
+            for ordinal, address in self.arenas:
+                self.module.arena_free(self.way, ordinal, address)
+        return complaint
+
+    def _step(self, name: str, act) -> tuple[str | None, list[Any]]:
+        """The first complaint of any process, and what `act` returned on each."""
+        mine: tuple[str | None, Any]
+        try:
+            mine = None, act()
+        except RuntimeError as error:
+            mine = str(error), None
+        known = _exchange(f"{self.key}/{name}", mine, self.processes, self.timeout)
+        for process, (complaint, _) in sorted(known.items()):
+            if complaint is not None:
+                return f"process {process}: {complaint}", []
+        return None, [value for _, value in known.values()]
+
+    @property
+    def _mine(self) -> list[Any]:
+        return [device for device in self.groups.flat if device.process_index == jax.process_index()]
+
+    def _open(self) -> None:
+        if self.way == "pointers" and len(self.processes) > 1:
+            raise RuntimeError("raw pointers reach only devices of one process")
+        ordinals = [device.local_hardware_id for device in self._mine]
+        reason = _unreachable(self.module, ordinals)
+        if reason is not None:
+            raise RuntimeError(reason)
+        for ordinal in ordinals:
+            # Every kernel is loaded now: a device must not load one while another waits for it at a barrier.
+            self.module.open_device(ordinal)
+
+    def _make(self, mesh: Mesh) -> dict[int, Any]:
+        """(process, machine, address, handle) of each device here; of NCCL's windows the handle is its rank."""
+        published = {}
+        if self.way == "nccl":
+            _make_windows(self.module, mesh, self.groups, self.size)
+        for device in self._mine:
+            ordinal = device.local_hardware_id
+            if self.way == "nccl":
+                address, handle, self.windows[device.id] = self.module.window(ordinal)
+            else:
+                address = self.module.arena_allocate(self.way, ordinal, self.size)
+            self.arenas.append((ordinal, address))
+            if self.way != "nccl":
+                handle = self.module.arena_export(self.way, ordinal, address)
+            published[device.id] = (jax.process_index(), _machine(), address, handle)
+        return published
+
+    def _reach_all(self, number: int, everyone: dict[int, Any]) -> None:
+        for group, row in enumerate(self.groups):
+            for rank, device in enumerate(row):
+                if device.process_index == jax.process_index():
+                    pointers = [self._reach(device, peer, everyone[peer.id]) for peer in row]
+                    self.module.set_table(number, device.local_hardware_id, group, rank, self.size, pointers)
+
+    def _reach(self, device, peer, entry) -> int:
+        """The address of a peer's arena for one device of this process."""
+        process, machine, address, handle = entry
+        if self.way == "nccl":
+            return self.windows[device.id][handle]
+        if process == jax.process_index():  # CUDA refuses to import what the same process exports
+            return address
+        if self.way == "ipc" and machine != _machine():
+            raise RuntimeError(
+                f"device {peer.id} is on another machine than device {device.id}, which CUDA IPC cannot cross"
+            )
+        opened = self.module.arena_import(self.way, device.local_hardware_id, handle, self.size)
+        self.imported.append((device.local_hardware_id, opened))
+        return opened
+
+
+def _make_windows(module, mesh: Mesh, groups: np.ndarray, size: int) -> None:
+    """Arenas of NCCL's, registered over communicators that XLA lends: by a program of all processes."""
+    if "mok_window" not in module.targets():
+        raise RuntimeError(
+            f"mok_jax was built with the headers of jaxlib {module.JAXLIB_VERSION}, by which XLA lends no communicator"
+        )
+    position = {device.id: number for number, device in enumerate(mesh.devices.flat)}
+    ids = np.asarray([position[device.id] for device in groups.flat], np.int64)
+    call = jax.ffi.ffi_call("mok_window", jax.ShapeDtypeStruct((1,), jnp.int32), has_side_effect=True)
+    attributes = dict(groups=ids, ranks=np.int64(groups.shape[1]), bytes=np.int64(size))
+    run = jax.shard_map(
+        lambda: call(**attributes), mesh=mesh, in_specs=(), out_specs=P(mesh.axis_names), check_vma=False
+    )
+    jax.block_until_ready(jax.jit(run)())
+
+
+def probe(ways: tuple[str, ...] = WAYS) -> dict[str, str | None]:
+    """Why each of these ways is not open to the CUDA devices of this process, or None where it is."""
+    module = ops.cuda()
+    devices = jax.local_devices(backend="cuda")
+    ordinals = [device.local_hardware_id for device in devices]
+    mesh = Mesh(np.array(devices), (DEFAULT_EXPERT_AXIS,))
+
+    def attempt(way: str) -> str | None:
+        try:
+            if way == "pointers":
+                return _unreachable(module, ordinals)
+            if way == "nccl":
+                _make_windows(module, mesh, groups_of(mesh, DEFAULT_EXPERT_AXIS), 1)
+                for ordinal in ordinals:
+                    module.arena_free(way, ordinal, module.window(ordinal)[0])
+                return None
+            address = module.arena_allocate(way, ordinals[0], 1)
+            try:
+                module.arena_export(way, ordinals[0], address)
+            finally:
+                module.arena_free(way, ordinals[0], address)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    return {way: attempt(way) for way in ways}
+
+
+def _unreachable(module, ordinals: list[int]) -> str | None:
+    try:
+        reasons = [module.reach(a, b) for a in ordinals for b in ordinals if a != b]
+    except RuntimeError as error:
+        return str(error)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _machine() -> str:
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+# ---- between processes; jax has no public key-value store ----
+
+
+def _client():
+    from jax._src import distributed  # private, but as it is since jax 0.4
+
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("distributed.initialize: several processes need jax.distributed.initialize first")
+    return client
+
+
+def _exchange(key: str, value: Any, processes: tuple[int, ...], timeout: float) -> dict[int, Any]:
+    """The value of each of these processes, by process."""
+    me = jax.process_index()
+    if len(processes) == 1:
+        return {me: value}
+    client, milliseconds = _client(), int(timeout * 1000)
+    client.key_value_set_bytes(f"{key}/{me}", pickle.dumps(value))
+    found = {}
+    for process in processes:
+        try:
+            found[process] = pickle.loads(client.blocking_key_value_get_bytes(f"{key}/{process}", milliseconds))
+        except Exception as error:  # jaxlib raises several types
+            raise RuntimeError(
+                f"distributed.initialize: process {process} did not come within {timeout:g} s; "
+                "every process of the mesh must call it alike"
+            ) from error
+    return found
+
+
+def _meet(key: str, processes: tuple[int, ...]) -> None:
+    if len(processes) > 1:
+        _client().wait_at_barrier(key, 120_000, list(processes))
+
+
+# ---- what a rank has to say while nobody calls ----
+
+_stop = threading.Event()
+_watcher: threading.Thread | None = None
+
+
+def _watch() -> None:
+    """Prints faults between ranks soon after they happen: the next call, which raises them, may never come."""
+    global _watcher
+    if _watcher is None:
+        _watcher = threading.Thread(target=_print_reports, name="mok_jax reports", daemon=True)
+        _watcher.start()
+        atexit.register(_stop_watching, _watcher)
+
+
+def _stop_watching(watcher: threading.Thread) -> None:
+    _stop.set()
+    watcher.join(5.0)
+
+
+def _print_reports() -> None:
+    module = ops.cuda()
+    stopped = False
+    while not stopped:
+        stopped = _stop.wait(0.2)  # and once more after that
+        for text in module.new_reports():
+            print(text, flush=True, file=sys.stderr)
