@@ -275,18 +275,25 @@ class Stages {
           for (int c = 0; c < 2; ++c) d_h[i][c] = 8 * i + c < columns ? d_h[i][c] : 0.0f;
         }
       }
+      float sigmoid[4][2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float g[2], u[2], hidden[2], sigmoid[2];
+        float g[2], u[2], hidden[2];
         gate.at[i].Widen(g);
         up.at[i].Widen(u);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const float clamped = clamps ? activation_.Gate(g[c]) : g[c];
-          sigmoid[c] = Sigmoid<S>(clamped);
-          hidden[c] = SwiGlu<float>::Forward(clamped, clamps ? activation_.Up(u[c]) : u[c], sigmoid[c]);
+          sigmoid[i][c] = Sigmoid<S>(clamped);
+          hidden[c] = SwiGlu<float>::Forward(clamped, clamps ? activation_.Up(u[c]) : u[c], sigmoid[i][c]);
         }
         h.at[i].Round(hidden);  // first the h that the forward pass multiplied by Wd
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float g[2], u[2], hidden[2];
+        gate.at[i].Widen(g);
+        up.at[i].Widen(u);
         h.at[i].Widen(hidden);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
@@ -295,12 +302,12 @@ class Stages {
           const float d = weight * d_h[i][c];
           if (clamps) {
             float d_g, d_u;
-            activation_.Backward(g[c], u[c], sigmoid[c], d, &d_g, &d_u);
+            activation_.Backward(g[c], u[c], sigmoid[i][c], d, &d_g, &d_u);
             g[c] = d_g;
             u[c] = d_u;
           } else {
-            const float silu = g[c] * sigmoid[c];
-            g[c] = d * u[c] * (sigmoid[c] + silu * (1.0f - sigmoid[c]));
+            const float silu = g[c] * sigmoid[i][c];
+            g[c] = d * u[c] * (sigmoid[i][c] + silu * (1.0f - sigmoid[i][c]));
             u[c] = d * silu;
           }
         }
