@@ -73,6 +73,28 @@ Wide Dot(const Wide* a, const Wide* b, int64_t n) {
   return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
 }
 
+// The scale of a block of at most kMxBlock values in any dtype that ToFloat takes.
+template <typename S>
+uint8_t MxScaleOf(const S* block, int64_t n) {
+  uint32_t amax = 0;
+  for (int64_t i = 0; i < n; ++i) amax = Max(amax, FloatBits(ToFloat(block[i])) & 0x7fffffffu);
+  return MxScale(amax);
+}
+
+// A row to MXFP8 and back in place. bfloat16 holds every result exactly, except that what rounds to 2^128 or
+// more is infinite.
+inline void RoundToMx(BFloat16* row, int64_t n) {
+  for (int64_t at = 0; at < n; at += kMxBlock) {
+    BFloat16* block = row + at;
+    const int64_t count = Min(kMxBlock, n - at);
+    const uint8_t scale = MxScaleOf(block, count);
+    const float to = MxInverse(scale), from = MxScaleToFloat(scale);
+    for (int64_t i = 0; i < count; ++i) {
+      block[i] = ToBFloat16(E4M3ToFloat(ToE4M3(ToFloat(block[i]) * to)) * from);
+    }
+  }
+}
+
 }  // namespace mok::host
 
 #endif  // MOK_HOST_VECTORS_H_
