@@ -21,7 +21,7 @@ namespace ffi = xla::ffi;
 
 // Attributes of a call, the same on every rank.
 struct CallAttributes {
-  int64_t ranks, virtual_ranks, row_tile, minibatch, macrobatch, context, gradients, random_order;
+  int64_t ranks, virtual_ranks, row_tile, minibatch, macrobatch, context, gradients, mxfp8, random_order;
   double swiglu_limit, timeout;
   int64_t num_threads;                            // host
   int64_t portable, num_comm_sms, stuck_counter;  // CUDA
@@ -55,6 +55,7 @@ struct xla::ffi::AttrDecoding<mok::CallAttributes> {
     read("macrobatch", &call.macrobatch);
     read("context", &call.context);
     read("gradients", &call.gradients);
+    read("mxfp8", &call.mxfp8);
     read("random_order", &call.random_order);
     read("swiglu_limit", &call.swiglu_limit);
     read("timeout", &call.timeout);
@@ -181,8 +182,10 @@ inline std::string Complaint(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids,
 inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::RemainingArgs arguments,
                       ffi::RemainingRets results, const Tiles& tiles) {
   Decoded decoded{};
-  const bool backward = direction == Direction::kBackward;
-  if (arguments.size() != (backward ? 19 : 10) || results.size() != (backward ? 9 : 10)) {
+  const bool backward = direction == Direction::kBackward, mxfp8 = call.mxfp8 != 0;
+  // MXFP8: the routed weights' scales, and for the input gradient values and scales of its own.
+  const size_t more = !mxfp8 ? 0 : backward ? 9 : 3;
+  if (arguments.size() != (backward ? 19 : 10) + more || results.size() != (backward ? 9 : 10)) {
     decoded.complaint = "mok_jax: this module and mok_jax/ops.py are of different versions; reinstall mok_jax";
     return decoded;
   }
@@ -194,8 +197,12 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   const ffi::AnyBuffer x = buffers.Argument(), ids = buffers.Argument(), router_weights = buffers.Argument();
   ffi::AnyBuffer weights[6] = {buffers.Argument(), buffers.Argument(), buffers.Argument(),
                                buffers.Argument(), buffers.Argument(), buffers.Argument()};
+  std::vector<ffi::AnyBuffer> quantized;
+  for (size_t i = 0; i < more; ++i) quantized.push_back(buffers.Argument());
   const std::optional<ScalarType> type = TypeOf(x);
   if (!type) return decoded.complaint = "mok_jax: x must be float32, float64 or bfloat16", decoded;
+  if (mxfp8 && type != ScalarType::kBFloat16)
+    return decoded.complaint = "mok_jax: x must be bfloat16 for MXFP8", decoded;
   decoded.complaint = Complaint(x, ids, weights[0], weights[3], call);
   if (!decoded.complaint.empty()) return decoded;
   const ffi::DataType storage = x.element_type(), index = ffi::DataType::S32;
@@ -226,6 +233,7 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   pass.down_gradient = backward && (call.gradients & kDownBit);
   pass.shared_gate_up_gradient = backward && (call.gradients & kSharedGateUpBit);
   pass.shared_down_gradient = backward && (call.gradients & kSharedDownBit);
+  pass.mxfp8 = mxfp8;
 
   const int64_t expert_elements = d.local_experts * d.hidden * d.intermediate;
   const int64_t shared_elements = d.hidden * d.shared_intermediate;
@@ -239,7 +247,18 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   static constexpr const char* kWeights[6] = {"w_gate",        "w_up",        "w_down",
                                               "shared w_gate", "shared w_up", "shared w_down"};
   for (int i = 0; i < 6; ++i) {
-    buffers.Check(kWeights[i], weights[i], storage, i < 3 ? copies * expert_elements : shared_elements);
+    const ffi::DataType of = mxfp8 && i < 3 ? ffi::DataType::U8 : storage;
+    buffers.Check(kWeights[i], weights[i], of, i < 3 ? copies * expert_elements : shared_elements);
+  }
+  // Of one rank: e8m0 along a weight's rows (forward) and along its columns (input gradient).
+  const auto scale_elements = [&](int i, bool along_rows) {
+    const int64_t rows = i == 2 ? d.intermediate : d.hidden, columns = i == 2 ? d.hidden : d.intermediate;
+    return d.local_experts * (along_rows ? CeilDiv(rows, kMxBlock) * columns : rows * CeilDiv(columns, kMxBlock));
+  };
+  for (size_t i = 0; i < more; ++i) {
+    const bool values = i / 3 == 1;
+    buffers.Check((std::string(kWeights[i % 3]) + (values ? " for the gradient" : " scales")).c_str(), quantized[i],
+                  ffi::DataType::U8, copies * (values ? expert_elements : scale_elements(i % 3, i < 3)));
   }
 
   Schedule schedule{};
@@ -293,10 +312,29 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
     const auto operand = [&](int i) {
       const bool routed = i < 3, down = i % 3 == 2;
       const int64_t width = routed ? d.intermediate : d.shared_intermediate;
-      return WeightOperand{At(weights[i].untyped_data(), routed ? v * expert_elements : 0, s), nullptr, *type,
+      return WeightOperand{At(weights[i].untyped_data(), routed ? v * expert_elements : 0, s), nullptr,
                            down ? d.hidden : width};
     };
-    p.routed = {operand(0), operand(1), operand(2), operand(0), operand(1), operand(2), nullptr, nullptr, nullptr};
+    // scales: which of the quantized buffers they are.
+    const auto mx_operand = [&](const ffi::AnyBuffer& values, int scales) {
+      const int i = scales % 3;
+      return WeightOperand{
+          At(values.untyped_data(), v * expert_elements, 1),
+          static_cast<const uint8_t*>(At(quantized[scales].untyped_data(), v * scale_elements(i, scales < 3), 1)),
+          i == 2 ? d.hidden : d.intermediate};
+    };
+    if (mxfp8) {
+      p.routed.gate = mx_operand(weights[0], 0);
+      p.routed.up = mx_operand(weights[1], 1);
+      p.routed.down = mx_operand(weights[2], 2);
+      if (backward) {
+        p.routed.gate_for_gradient = mx_operand(quantized[3], 6);
+        p.routed.up_for_gradient = mx_operand(quantized[4], 7);
+        p.routed.down_for_gradient = mx_operand(quantized[5], 8);
+      }
+    } else {
+      p.routed = {operand(0), operand(1), operand(2), operand(0), operand(1), operand(2), nullptr, nullptr, nullptr};
+    }
     p.shared = {operand(3), operand(4), operand(5), operand(3), operand(4), operand(5), nullptr, nullptr, nullptr};
     p.schedule = {schedule.row_source + v * d.capacity, schedule.row_offset + v * (d.local_experts + 1),
                   schedule.row_count + v * d.local_experts};

@@ -40,14 +40,16 @@ struct Pass {
   bool down_gradient;
   bool shared_gate_up_gradient;
   bool shared_down_gradient;
+  bool mxfp8;  // the routed experts multiply MXFP8 values, and x and dy travel as such
 };
 
-// A weight as one GEMM reads it. The input gradient has an operand of its own, because MXFP8 scales
-// run along the contraction: until then both are the same. scales: null unless type is MXFP8.
+// A weight [experts, rows, pitch] as one GEMM reads it. The input gradient has an operand of its own, because
+// MXFP8 scales run along the contraction, which there are the columns and in the forward pass the rows; without
+// them both are the same.
 struct WeightOperand {
-  const void* values;
-  const void* scales;
-  ScalarType type;
+  const void* values;  // S; with scales e4m3
+  const uint8_t*
+      scales;     // null, or e8m0 [experts, rows / 32, pitch], of the input gradient [experts, rows, pitch / 32]
   int64_t pitch;  // elements from one row to the next
 };
 
@@ -69,8 +71,8 @@ struct Gradients {
   Gradient gate, up, down;
 };
 
-// What one rank shows its peers: frozen while the kernel runs, but for the return window, whose slots
-// each have one writer.
+// What one rank shows its peers (with MXFP8 the staged x and dy): frozen while the kernel runs, but for the return
+// window, whose slots each have one writer.
 struct Peer {
   const void* x;               // S [T, H]
   const void* d_y;             // S [T, H], backward
@@ -115,6 +117,8 @@ struct Ring {
   void* shared_up;            // S [T, I_s]
   void* shared_d_gate;        // S [T, I_s]         backward
   void* shared_d_up;          // S [T, I_s]
+  void* staged_x;             // S [T, H]           MXFP8: x rounded to it, for this rank and its peers
+  void* staged_d_y;           // S [T, H]           likewise, backward
   void* carry;                // W [3, H*I]         weight gradient of the expert that straddles two macrobatches
   void* returned;             // S [T*K, H]         the return window, written by peers
   void* returned_d_weights;   // W [T*K]

@@ -91,6 +91,8 @@ inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, i
   ring->shared_up = take(backward && !pass.context, shared, s);
   ring->shared_d_gate = take(backward, shared, s);
   ring->shared_d_up = take(backward, shared, s);
+  ring->staged_x = take(pass.mxfp8, d.tokens * d.hidden, s);
+  ring->staged_d_y = take(pass.mxfp8 && backward, d.tokens * d.hidden, s);
   ring->carry =
       take(backward && several && (pass.gate_up_gradient || pass.down_gradient), 3 * d.hidden * d.intermediate, w);
   ring->returned = take(true, d.Routes() * d.hidden, s);

@@ -19,12 +19,14 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from mok_jax.config import MoKConfig, check_multiple
-from mok_jax.reference import accumulation_dtype
+from mok_jax.mxfp8 import Mxfp8Weight
+from mok_jax.reference import accumulation_dtype, no_derivative
 
 TARGETS = ("mok_forward", "mok_backward")
 """The FFI targets, for `jax.export.DisabledSafetyCheck.custom_call`."""
@@ -149,6 +151,10 @@ class Dims:
         hopper = self.gpu is not None and self.gpu.capability == (9, 0)
         return self.config.portable or not hopper or self.dtype.name != "bfloat16" or any(s % 8 for s in sizes)
 
+    @property
+    def mxfp8(self) -> bool:
+        return self.config.precision == "mxfp8"
+
     def plan(self):
         """The sizes of one (virtual) rank as the extension module computes them.
 
@@ -235,7 +241,7 @@ class Dims:
           ValueError: more than the GPU has; and as `plan`.
         """
         plan, module = self.plan(), _module(self.implementation)
-        pass_ = module.Pass(backward=backward, context=context, gradients=gradients)
+        pass_ = module.Pass(backward=backward, context=context, gradients=gradients, mxfp8=self.mxfp8)
         wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
         size = self.config.virtual_ranks * module.workspace_bytes(plan, pass_, self.dtype.itemsize, wide)
         if self.gpu is not None and self.gpu.memory is not None and size > self.gpu.memory:
@@ -257,6 +263,7 @@ class Dims:
             macrobatch=plan.macrobatch,
             context=int(context),
             gradients=gradients,
+            mxfp8=int(self.mxfp8),
             num_threads=config.num_threads or 0,
             portable=int(self.portable),
             num_comm_sms=config.num_comm_sms or 0,
@@ -295,7 +302,7 @@ def forward(dims: Dims, place, x, ids, router_weights, weights, *, context: bool
 
     Args:
       place: int32 [2], this device's rank and group.
-      weights: the six weights in x's dtype; the shared ones of width 0 where there is no shared expert.
+      weights: `_operands` of the forward pass.
       context: keep what the backward pass needs.
     """
     plan, copies = dims.plan(), dims.config.virtual_ranks
@@ -335,13 +342,14 @@ def backward(
     """One backward call: dx, the router weights' gradient, and the six weight gradients.
 
     Args:
+      weights: `_operands` of the backward pass.
       gradients: bits of the weight gradients wanted; the others come back with size 0.
       dtypes: of the six weight gradients.
     """
     copies = dims.config.virtual_ranks
     wanted = [gradients & bit for bit in (GATE_UP, GATE_UP, DOWN, SHARED_GATE_UP, SHARED_GATE_UP, SHARED_DOWN)]
     shapes = [(x.shape, x.dtype), (router_weights.shape, router_weights.dtype)]
-    for i, (weight, want, dtype) in enumerate(zip(weights, wanted, dtypes, strict=True)):
+    for i, (weight, want, dtype) in enumerate(zip(weights[:6], wanted, dtypes, strict=True)):
         if i >= 3 and copies > 1:  # one share for each virtual rank
             shapes.append(((copies if want else 0, *weight.shape), accumulation_dtype(x.dtype)))
         else:
@@ -362,21 +370,13 @@ def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, argume
     method = "sequential" if dims.ranks == 1 else None
     call = jax.ffi.ffi_call(target, results, vmap_method=method)
     run = functools.partial(call, **dims.attributes(context, gradients))
-    run = _no_derivative(run, dims.implementation)
+    # `moe_ffi` has the first derivative, nothing has the second.
+    run = no_derivative(
+        run,
+        f'moe: implementation "{dims.implementation}" has no second derivative; '
+        'use implementation="xla" or "reference"',
+    )
     return list((run if dims.ranks == 1 else _no_vmap(run, dims.implementation))(*arguments))
-
-
-def _no_derivative(run, implementation: str):
-    """Refuses derivatives of the call itself: `moe_ffi` has the first one, nothing has the second."""
-    wrapped = jax.custom_jvp(run)
-
-    @wrapped.defjvp
-    def refuse(primals, tangents):
-        raise NotImplementedError(
-            f'moe: implementation "{implementation}" has no second derivative; use implementation="xla" or "reference"'
-        )
-
-    return wrapped
 
 
 def _no_vmap(run, implementation: str):
@@ -403,49 +403,74 @@ def _bits(weights_wanted) -> int:
     )
 
 
+def _operands(x, weights, quantized, backward: bool):
+    """What a call reads of the weights, in its order.
+
+    The six weights in x's dtype; the shared ones of width 0 where there is no shared expert. With MXFP8 the routed
+    ones are values of the forward pass, followed by their scales, in the backward pass also by values and scales of
+    the input gradient.
+    """
+    if not quantized:
+        return [w.astype(x.dtype) for w in weights]
+    along_rows, along_columns = zip(*quantized, strict=True)
+
+    def values(pairs):
+        # As bytes, so that a handler needs to know no more dtypes.
+        return [lax.bitcast_convert_type(q.values, jnp.uint8) for q in pairs]
+
+    operands = [*values(along_rows), *(w.astype(x.dtype) for w in weights[3:]), *(q.scales for q in along_rows)]
+    if backward:
+        operands += [*values(along_columns), *(q.scales for q in along_columns)]
+    return operands
+
+
 def moe_ffi(dims: Dims, place, x, ids, router_weights, experts, shared):
     """y of one device's tokens; see `reference.moe_reference`. Weights may be float32 under a bfloat16 x.
 
     Args:
       place: int32 [2], this device's rank and group.
+      experts: three arrays, or three `Mxfp8Weight`.
     """
+    quantized: tuple = ()
+    if isinstance(experts[0], Mxfp8Weight):
+        quantized = tuple((w.forward, w.backward) for w in experts)
+        experts = tuple(w.weight for w in experts)
     if shared is None:
         hidden = x.shape[1]
         shapes = ((hidden, 0), (hidden, 0), (0, hidden))
         shared = tuple(jnp.zeros_like(x, shape=shape) for shape in shapes)
-    return _moe_ffi(dims, place, x, ids, router_weights, (*experts, *shared))
+    return _moe_ffi(dims, place, x, ids, router_weights, (*experts, *shared), quantized)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moe_ffi(dims, place, x, ids, router_weights, weights):
-    cast = [w.astype(x.dtype) for w in weights]
-    return forward(dims, place, x, ids, router_weights, cast, context=False)[0]
+def _moe_ffi(dims, place, x, ids, router_weights, weights, quantized):
+    operands = _operands(x, weights, quantized, False)
+    return forward(dims, place, x, ids, router_weights, operands, context=False)[0]
 
 
-def _moe_ffi_forward(dims, place, x, ids, router_weights, weights):
+def _moe_ffi_forward(dims, place, x, ids, router_weights, weights, quantized):
     wanted = [a.perturbed for a in (x, router_weights, *weights)]
-    place, x, ids, router_weights, weights = jax.tree.map(
-        lambda a: a.value, (place, x, ids, router_weights, weights), is_leaf=lambda a: hasattr(a, "perturbed")
-    )
-    cast = [w.astype(x.dtype) for w in weights]
-    y, residuals = forward(dims, place, x, ids, router_weights, cast, context=dims.config.save_context)
+    arguments = (place, x, ids, router_weights, weights, quantized)
+    arguments = jax.tree.map(lambda a: a.value, arguments, is_leaf=lambda a: hasattr(a, "perturbed"))
+    place, x, ids, router_weights, weights, quantized = arguments
+    operands = _operands(x, weights, quantized, False)
+    y, residuals = forward(dims, place, x, ids, router_weights, operands, context=dims.config.save_context)
     schedule = (checkpoint_name(a, "mok_schedule") for a in residuals[:3])
     context = (checkpoint_name(a, "mok_context") for a in residuals[3:])
     residuals = Residuals(*schedule, *context)
     # Careful: what differs from trace to trace must be in a residual's shape, never in its tree: a cached
     # jit keeps one tree for all traces, the last one's, and gradients that are wanted would come out zero.
     flags = jnp.zeros_like(x, shape=(sum(want << i for i, want in enumerate(wanted)), 0))
-    return checkpoint_name(y, "mok_out"), (place, x, ids, router_weights, weights, residuals, flags)
+    return checkpoint_name(y, "mok_out"), (*arguments, residuals, flags)
 
 
 def _moe_ffi_backward(dims, saved, d_y):
-    place, x, ids, router_weights, weights, residuals, flags = saved
+    place, x, ids, router_weights, weights, quantized, residuals, flags = saved
     x_wanted, router_wanted, *wanted = (bool(flags.shape[0] >> i & 1) for i in range(2 + len(weights)))
     if isinstance(d_y, SymbolicZero):
-        return None, None, None, None, None
+        return None, None, None, None, None, None
     # Careful: XLA of jax 0.11.2 crashes on CPU over a residual of size 0 that leaves one shard_map and enters another.
     weights, residuals = jax.tree.map(lambda a: a if a.size else jnp.zeros_like(a), (weights, residuals))
-    cast = [w.astype(x.dtype) for w in weights]
     d_x, d_router, *d_weights = backward(
         dims,
         place,
@@ -453,14 +478,14 @@ def _moe_ffi_backward(dims, saved, d_y):
         x,
         ids,
         router_weights,
-        cast,
+        _operands(x, weights, quantized, True),
         residuals,
         context=dims.config.save_context,
         gradients=_bits(wanted),
         dtypes=[w.dtype for w in weights],
     )
     d_weights = tuple(d if want else None for d, want in zip(d_weights, wanted, strict=True))
-    return None, d_x if x_wanted else None, None, d_router if router_wanted else None, d_weights
+    return None, d_x if x_wanted else None, None, d_router if router_wanted else None, d_weights, None
 
 
 _moe_ffi.defvjp(_moe_ffi_forward, _moe_ffi_backward, symbolic_zeros=True)

@@ -143,6 +143,7 @@ template <Direction direction>
 ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results) {
   const Path path = call.portable != 0 ? Path::kPortable : Path::kHopper;
+  if (call.mxfp8 != 0) return ffi::Error(ffi::ErrorCode::kUnimplemented, "mok_jax cuda: MXFP8 is not built yet");
   Decoded decoded = Decode(direction, call, arguments, results, TilesOf(path));
   if (!decoded.complaint.empty()) return ffi::Error::InvalidArgument(decoded.complaint);
   const Params& first = decoded.ranks[0];
