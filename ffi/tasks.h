@@ -111,18 +111,37 @@ class TaskList {
     return task;
   }
 
-  MOK_HD Task Compute(Index index) const {
-    if (index < NumShared()) return Shared(index);
-    index -= NumShared();
-    // The last macrobatch whose first task is not after this one. In the forward pass `step` counts
-    // macrobatches in the order they run.
-    Index low = 0, high = macrobatches_ - 1;
-    while (low < high) {
-      const Index middle = (low + high + 1) / 2;
-      if (Before(middle) <= index) low = middle;
-      else high = middle - 1;
+  // Tasks [begin, end) of one stage, of one expert's blocks in a minibatch or of one weight's gradient. Who decodes
+  // task after task keeps the run that he is in: a task's place in it is a few divisions.
+  struct Run {
+    Index begin = 0, end = 0;
+    Task task;                               // what all of them have in common; block: the first one
+    Index rows = 0, columns = 0, group = 0;  // of their grid of tiles; see Walk
+  };
+  MOK_HD Run RunOf(Index index) const {
+    Run run = index < NumShared() ? SharedRun(index) : RoutedRun(index);
+    const Index groups = Max(1, (run.rows + group_ / 2) / group_);
+    run.group = RoundUp(CeilDiv(run.rows, groups), 2);
+    return run;
+  }
+
+  MOK_HD Task Compute(Index index) const { return Compute(RunOf(index), index); }
+  MOK_HD Task Compute(const Run& run, Index index) const {
+    Task task = run.task;
+    if (task.op == Op::kNone) return task;
+    Index row, column;
+    Walk(run, index - run.begin, &row, &column);
+    switch (task.op) {
+      case Op::kGradGateUp:
+      case Op::kGradDown:
+      case Op::kSharedGradGateUp:
+      case Op::kSharedGradDown: task.tile = row * run.columns + column; return task;
+      default: break;
     }
-    return Routed(backward_ ? low : macrobatches_ - 1 - low, index - Before(low));
+    task.block += row;
+    task.tile = column;
+    WaitAndSignal(&task);
+    return task;
   }
 
   // A counter's total when every task is done.
@@ -229,70 +248,65 @@ class TaskList {
     return tasks;
   }
 
-  // index: within the macrobatch.
-  MOK_HD Task Routed(Index macrobatch, Index index) const {
+  MOK_HD Run RoutedRun(Index index) const {
+    Index before = NumShared();
+    // The last macrobatch whose first task is not after this one. In the forward pass `step` counts
+    // macrobatches in the order they run.
+    Index low = 0, high = macrobatches_ - 1;
+    while (low < high) {
+      const Index middle = (low + high + 1) / 2;
+      if (before + Before(middle) <= index) low = middle;
+      else high = middle - 1;
+    }
+    before += Before(low);
+    const Index macrobatch = backward_ ? low : macrobatches_ - 1 - low;
     const Stages stages = StagesOf(macrobatch);
     const Index blocks = BlocksIn(macrobatch), steps = CeilDiv(blocks, minibatch_blocks_) + stages.lag[2];
     const Index in_blocks = BeforeStep(stages, blocks, steps);
-    if (index >= in_blocks) return WeightGradient(macrobatch, index - in_blocks);
-    Index low = 0, high = steps - 1;  // the last step whose first task is not after this one
+    if (index - before >= in_blocks) return GradientRun(macrobatch, before + in_blocks, index);
+    low = 0, high = steps - 1;  // the last step whose first task is not after this one
     while (low < high) {
       const Index middle = (low + high + 1) / 2;
-      if (BeforeStep(stages, blocks, middle) <= index) low = middle;
+      if (before + BeforeStep(stages, blocks, middle) <= index) low = middle;
       else high = middle - 1;
     }
-    index -= BeforeStep(stages, blocks, low);
-    Op op = Op::kGateUp;
-    Index first = 0, here = 0, tiles = 0;
+    before += BeforeStep(stages, blocks, low);
+    Run run;
+    run.task.macrobatch = macrobatch;
+    Index first = 0, here = 0;
     bool found = false;
     for (int s = 0; s < 3; ++s) {
       if (found) continue;
-      op = s == 0 ? Op::kGateUp : s == 1 ? Op::kDgradDown : backward_ ? Op::kDgradGateUp : Op::kDown;
-      tiles = stages.tiles[s];
+      run.task.op = s == 0 ? Op::kGateUp : s == 1 ? Op::kDgradDown : backward_ ? Op::kDgradGateUp : Op::kDown;
+      run.columns = stages.tiles[s];
       first = (low - stages.lag[s]) * minibatch_blocks_;
       here = first < 0 ? 0 : Max(0, Min(minibatch_blocks_, blocks - first));
-      found = index < here * tiles;
-      if (!found) index -= here * tiles;
+      found = index - before < here * run.columns;
+      if (!found) before += here * run.columns;
     }
-    return BlockTask(macrobatch, op, macrobatch * macrobatch_blocks_ + first, here, index, tiles);
+    // Expert by expert, so that its weights are read once. Each block has as many tasks, so this one stands where
+    // those of the block at that place would.
+    first += macrobatch * macrobatch_blocks_;
+    const Index expert = ExpertOf((first + (index - before) / run.columns) * row_tile_);
+    run.task.expert = expert;
+    run.task.block = Max(first, row_offset_[expert] / row_tile_);
+    run.rows = Min(first + here, row_offset_[expert + 1] / row_tile_) - run.task.block;
+    run.begin = before + (run.task.block - first) * run.columns;
+    run.end = run.begin + run.rows * run.columns;
+    return run;
   }
 
-  // Task `index` of one stage of a minibatch's blocks: expert by expert, so that its weights are read once.
-  MOK_HD Task BlockTask(Index macrobatch, Op op, Index first, Index blocks, Index index, Index tiles) const {
-    Task task;
-    task.macrobatch = macrobatch;
-    task.op = op;
-    // Each block has as many tasks, so this one stands where those of block index / tiles would.
-    task.expert = ExpertOf((first + index / tiles) * row_tile_);
-    const Index begin = Max(first, row_offset_[task.expert] / row_tile_);
-    const Index end = Min(first + blocks, row_offset_[task.expert + 1] / row_tile_);
-    Walk(index - (begin - first) * tiles, end - begin, tiles, &task.block, &task.tile);
-    task.block += begin;
-    if (op == Op::kGateUp) {
-      WaitForX(&task);
-      task.signal = at_.hidden_ready + task.block;
-    } else if (op == Op::kDgradDown) {
-      if (Computes(macrobatch)) task.WaitFor<0>(at_.hidden_ready + task.block, width_tiles_);
-      else if (pulls_) WaitForX(&task);
-      // Its partial sums overwrite those that the predecessor's push adds up.
-      WaitForPush(&task);
-      task.signal = at_.d_hidden_ready + task.block;
-    } else {
-      if (backward_) task.WaitFor<0>(at_.d_hidden_ready + task.block, d_width_tiles_);
-      else task.WaitFor<0>(at_.hidden_ready + task.block, width_tiles_);
-      if (!backward_) WaitForPush(&task);  // dgrad-down has waited for it
-      task.signal = at_.out_ready + MinibatchOf(task.block);
-    }
-    return task;
-  }
-
-  MOK_HD Task WeightGradient(Index macrobatch, Index index) const {
-    const Index expert = FirstExpert(macrobatch) + index / gradient_tiles_;
-    Task task;
+  // first: of the macrobatch's tasks of this kind.
+  MOK_HD Run GradientRun(Index macrobatch, Index first, Index index) const {
+    const Index segment = (index - first) / gradient_tiles_, expert = FirstExpert(macrobatch) + segment;
+    Run run;
+    Task& task = run.task;
     task.macrobatch = macrobatch;
     task.expert = expert;
-    if (expert > LastExpert(macrobatch)) return task;
-    PlaceGradient(&task, Op::kGradGateUp, Op::kGradDown, index % gradient_tiles_, gate_up_gradient_, down_gradient_);
+    run.begin = first + segment * gradient_tiles_;
+    run.end = run.begin + gradient_tiles_;
+    if (expert > LastExpert(macrobatch)) return run;
+    SetGradient(&run, index, Op::kGradGateUp, Op::kGradDown, gate_up_gradient_, down_gradient_);
     const Index start = macrobatch * macrobatch_rows_, end = start + macrobatch_rows_;
     const Index first_row = Max(row_offset_[expert], start), last_row = Min(row_offset_[expert + 1], end);
     task.block = first_row / row_tile_;
@@ -309,7 +323,54 @@ class TaskList {
       if (last > 0) task.WaitFor<1>(at_.gradient_done + FirstExpert(last) + last, gradient_tiles_);
     }
     task.signal = at_.gradient_done + expert + macrobatch;
-    return task;
+    return run;
+  }
+
+  // Of the two gradients, gate-up's tasks stand first.
+  MOK_HD static void SetGradient(Run* run, Index index, Op gate_up_op, Op down_op, const Grid& gate_up,
+                                 const Grid& down) {
+    const bool is_down = index >= run->begin + gate_up.Tiles();
+    const Grid& grid = is_down ? down : gate_up;
+    run->task.op = is_down ? down_op : gate_up_op;
+    run->begin += is_down ? gate_up.Tiles() : 0;
+    run->rows = grid.rows;
+    run->columns = grid.columns;
+    run->end = run->begin + grid.Tiles();
+  }
+
+  // What depends on a task's block.
+  MOK_HD void WaitAndSignal(Task* task) const {
+    const Index block = task->block;
+    switch (task->op) {
+      case Op::kGateUp:
+        WaitForX(task);
+        task->signal = at_.hidden_ready + block;
+        return;
+      case Op::kDgradDown:
+        if (Computes(task->macrobatch)) task->WaitFor<0>(at_.hidden_ready + block, width_tiles_);
+        else if (pulls_) WaitForX(task);
+        // Its partial sums overwrite those that the predecessor's push adds up.
+        WaitForPush(task);
+        task->signal = at_.d_hidden_ready + block;
+        return;
+      case Op::kDown:
+        task->WaitFor<0>(at_.hidden_ready + block, width_tiles_);
+        WaitForPush(task);
+        task->signal = at_.out_ready + MinibatchOf(block);
+        return;
+      case Op::kDgradGateUp:  // dgrad-down has waited for the push
+        task->WaitFor<0>(at_.d_hidden_ready + block, d_width_tiles_);
+        task->signal = at_.out_ready + MinibatchOf(block);
+        return;
+      case Op::kSharedGateUp: task->signal = at_.shared_hidden_ready + block; return;
+      case Op::kSharedDgradDown:
+        if (Computes(0)) task->WaitFor<0>(at_.shared_hidden_ready + block, shared_width_tiles_);
+        task->signal = at_.shared_d_hidden_ready + block;
+        return;
+      case Op::kSharedDown: return task->WaitFor<0>(at_.shared_hidden_ready + block, shared_width_tiles_);
+      case Op::kSharedDgradGateUp: return task->WaitFor<0>(at_.shared_d_hidden_ready + block, shared_d_width_tiles_);
+      default: return;
+    }
   }
 
   MOK_HD Task ForwardCommunication(Index index) const {
@@ -414,60 +475,40 @@ class TaskList {
            (backward_ ? shared_gate_up_gradient_.Tiles() + shared_down_gradient_.Tiles() : 0);
   }
 
-  MOK_HD Task Shared(Index index) const {
-    const Index gate_up = Computes(0) ? shared_width_tiles_ : 0;
-    const Index d_down = backward_ ? shared_d_width_tiles_ : 0;
-    Task task;
-    if (index < token_blocks_ * gate_up) {
-      PlaceShared(&task, Op::kSharedGateUp, index, gate_up);
-      task.signal = at_.shared_hidden_ready + task.block;
-    } else if ((index -= token_blocks_ * gate_up) < token_blocks_ * d_down) {
-      PlaceShared(&task, Op::kSharedDgradDown, index, d_down);
-      if (gate_up > 0) task.WaitFor<0>(at_.shared_hidden_ready + task.block, shared_width_tiles_);
-      task.signal = at_.shared_d_hidden_ready + task.block;
-    } else if ((index -= token_blocks_ * d_down) < token_blocks_ * hidden_tiles_) {
-      PlaceShared(&task, backward_ ? Op::kSharedDgradGateUp : Op::kSharedDown, index, hidden_tiles_);
-      if (backward_) task.WaitFor<0>(at_.shared_d_hidden_ready + task.block, shared_d_width_tiles_);
-      else task.WaitFor<0>(at_.shared_hidden_ready + task.block, shared_width_tiles_);
-    } else {
-      index -= token_blocks_ * hidden_tiles_;
-      PlaceGradient(&task, Op::kSharedGradGateUp, Op::kSharedGradDown, index, shared_gate_up_gradient_,
-                    shared_down_gradient_);
-      task.blocks = token_blocks_;
-      task.WaitFor<0>(at_.shared_d_hidden_ready, shared_d_width_tiles_, token_blocks_);
+  MOK_HD Run SharedRun(Index index) const {
+    const Index tiles[3] = {Computes(0) ? shared_width_tiles_ : 0, backward_ ? shared_d_width_tiles_ : 0,
+                            hidden_tiles_};
+    Run run;
+    run.rows = token_blocks_;
+    for (int s = 0; s < 3; ++s) {
+      run.task.op = s == 0   ? Op::kSharedGateUp
+                    : s == 1 ? Op::kSharedDgradDown
+                             : (backward_ ? Op::kSharedDgradGateUp : Op::kSharedDown);
+      run.columns = tiles[s];
+      run.end = run.begin + run.rows * run.columns;
+      if (index < run.end) return run;
+      run.begin = run.end;
     }
-    return task;
+    SetGradient(&run, index, Op::kSharedGradGateUp, Op::kSharedGradDown, shared_gate_up_gradient_,
+                shared_down_gradient_);
+    run.task.blocks = token_blocks_;
+    run.task.WaitFor<0>(at_.shared_d_hidden_ready, shared_d_width_tiles_, token_blocks_);
+    return run;
   }
 
-  MOK_HD void PlaceShared(Task* task, Op op, Index index, Index tiles) const {
-    task->op = op;
-    Walk(index, token_blocks_, tiles, &task->block, &task->tile);
-  }
-
-  MOK_HD void PlaceGradient(Task* task, Op gate_up_op, Op down_op, Index index, const Grid& gate_up,
-                            const Grid& down) const {
-    const bool is_down = index >= gate_up.Tiles();
-    const Grid& grid = is_down ? down : gate_up;
-    task->op = is_down ? down_op : gate_up_op;
-    Index row, column;
-    Walk(is_down ? index - gate_up.Tiles() : index, grid.rows, grid.columns, &row, &column);
-    task->tile = row * grid.columns + column;
-  }
-
-  // Place `index` of a walk over a grid of tiles: in groups of about `group` rows, whose operands a second level
+  // Place `index` of a walk over a run's grid: in groups of about `group_` rows, whose operands a second level
   // cache holds, column by column. Places 2 i and 2 i + 1 are two rows of one column, those of an odd last row
   // two columns of it, so that two multiprocessors can share an operand.
-  MOK_HD void Walk(Index index, Index rows, Index columns, Index* row, Index* column) const {
-    const Index groups = Max(1, (rows + group_ / 2) / group_), size = RoundUp(CeilDiv(rows, groups), 2);
-    const Index before = index / (size * columns) * size;
-    index -= before * columns;
-    const Index here = Min(size, rows - before), pairs = here / 2;
-    if (index < 2 * pairs * columns) {
+  MOK_HD static void Walk(const Run& run, Index index, Index* row, Index* column) {
+    const Index before = index / (run.group * run.columns) * run.group;
+    index -= before * run.columns;
+    const Index here = Min(run.group, run.rows - before), pairs = here / 2;
+    if (index < 2 * pairs * run.columns) {
       *row = before + index / 2 % pairs * 2 + index % 2;
       *column = index / 2 / pairs;
     } else {
       *row = before + here - 1;
-      *column = index - 2 * pairs * columns;
+      *column = index - 2 * pairs * run.columns;
     }
   }
 

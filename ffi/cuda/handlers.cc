@@ -210,7 +210,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MokInitialize, Initialize,
                               ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>());
 
 // Command buffers may hold these: Execute only launches kernels and fills memory, on one stream; all that
-// changes from call to call is in device memory, and the pinned Status stays where it is. Real ranks, when
+// changes from call to call is in device memory, and the pinned Reports stay where they are. Real ranks, when
 // they come, need targets without the trait: a captured call must not wait for a peer.
 #define MOK_BIND                                \
   ffi::Ffi::Bind()                              \

@@ -25,13 +25,13 @@ constexpr int kStages = 4, kStep = 64;      // of the pipeline; elements of the 
 constexpr int kBoxBytes = 64 * 128;         // 64 rows of 64 bfloat16
 constexpr int kStageBytes = 6 * kBoxBytes;  // two boxes of A, four of B
 constexpr int kWorkSlots = 2;
-constexpr int kCachedExperts = 512;
+constexpr int kCachedExperts = 256;
 // Careful: more than the CTA was launched with (65536 / 384, rounded down to a multiple of 8) and the second
 // warpgroup waits for registers for ever.
 constexpr int kLaunchRegisters = 168, kOtherRegisters = 72, kMathRegisters = 216;
 static_assert(kOtherRegisters + 2 * kMathRegisters <= 3 * kLaunchRegisters, "no registers are to be had");
 constexpr int kMoveBuffers = 7, kMoveBytes = 4096, kZeroBytes = 512;
-constexpr int kLag = 3;  // pieces on their way in; the others are on their way out, which takes longer
+constexpr int kLag = 4;  // pieces on their way in; the others are on their way out
 static_assert(kLag < kMoveBuffers, "a piece's buffer must be free when it comes in");
 
 // Which operand the two tasks of a cluster have in common.
@@ -50,22 +50,21 @@ struct PairWork : Work {
   bool last;  // no tasks are left
 };
 
-// Where a buffer's bytes go.
-struct MovedPiece {
+struct MovedRow {
+  const char* from;
   char* to;
-  int32_t bytes;
-  bool loaded;  // else zeros
 };
 
 struct Shared {
   uint8_t stages[kStages][kStageBytes];  // 1024-byte aligned: the swizzle counts from there
   uint8_t moves[kMoveBuffers][kMoveBytes];
   uint8_t zeros[kZeroBytes];
-  MovedPiece pieces[kMoveBuffers];
+  MovedRow rows[2 * 32];                                              // of a task
   int32_t row_offset[kCachedExperts + 1], row_count[kCachedExperts];  // copies, if all experts fit
   const int32_t* row_counts;                                          // these or the originals
   TaskList list;
   PairWork work[kWorkSlots];
+  TaskList::Run runs[2];        // that the ticket warp is in: of this CTA's task and of the other one's
   Work other;                   // the other CTA's, to compare
   Task waited;                  // the task whose counters the ticket warp waits for
   int32_t tickets[kWorkSlots];  // from the cluster's first CTA to its second
@@ -257,7 +256,13 @@ __device__ void HandOut(const Params& p, const Launch& launch, Shared& s, int ra
   for (Cursor<kWorkSlots> slot;; slot.Next()) {
     const int first = 2 * tickets.Next(), index = first + (rank ^ (lane & 1));
     // Even lanes decode this CTA's task, odd lanes the other one's.
-    const Task task = index < tasks ? list.Compute(index) : Task{};
+    TaskList::Run& run = s.runs[lane & 1];
+    if (index < tasks && (index < run.begin || index >= run.end)) {
+      const TaskList::Run next = list.RunOf(index);
+      if (lane < 2) run = next;
+    }
+    __syncwarp();
+    const Task task = index < tasks ? list.Compute(run, index) : Task{};
     if (lane == 0) s.waited = task;
     __syncwarp();
     // After a wait that failed the rest goes on without waiting: the other CTA may count on this one.
@@ -279,26 +284,56 @@ __device__ void HandOut(const Params& p, const Launch& launch, Shared& s, int ra
 
 // ---- warp 2: moving rows ----
 
-// Copies through shared memory, in pieces, by one thread. Only the copy engine touches the data.
+// Copies rows through shared memory, in pieces, by one thread. Only the copy engine touches the data.
+//
+// Careful: this thread's own instructions bound it, hardly ever a wait: 1,400 cycles a piece in a first version
+// (H200, 2026-11-29). What can be worked out by 32 lanes at once comes in Shared::rows.
 class Mover {
  public:
-  __device__ explicit Mover(Shared& s)
-      : pieces_(s.pieces),
+  __device__ explicit Mover(Shared& s, int64_t row_bytes)
+      : rows_(s.rows),
         buffers_(ptx::Shared(s.moves)),
         barriers_(ptx::Shared(s.moved)),
-        zeros_(ptx::Shared(s.zeros)) {}
+        zeros_(ptx::Shared(s.zeros)),
+        row_bytes_(static_cast<int>(row_bytes)),
+        pieces_(static_cast<int>(CeilDiv(row_bytes, kMoveBytes))) {}
 
-  // from: null for zeros.
-  __device__ void Move(const char* from, char* to, int64_t bytes) {
-    const int64_t most = from == nullptr ? kZeroBytes : kMoveBytes;
-    for (int64_t at = 0; at < bytes; at += most) {
-      In(from == nullptr ? nullptr : from + at, to + at, static_cast<int>(Min(most, bytes - at)));
+  // The first `rows` rows, as far as sending them out.
+  __device__ void Move(int rows) {
+    const int all = rows * pieces_;
+    Place in{0, 0}, out{0, 0};
+#pragma unroll 1
+    for (int step = 0; step < all + kLag; ++step) {
+      if (step < all) {
+        // The buffer's piece before this one went out kMoveBuffers - kLag steps ago.
+        ptx::StoreBulkWaitRead<kMoveBuffers - kLag - 1>();
+        const uint32_t barrier = barriers_ + in_.at * sizeof(uint64_t);
+        const int bytes = Min(kMoveBytes, row_bytes_ - in.offset);
+        ptx::BarrierArriveExpect(barrier, bytes);
+        ptx::LoadBulk(buffers_ + in_.at * kMoveBytes, rows_[in.row].from + in.offset, bytes, barrier);
+        in_.Next();
+        Next(&in);
+      }
+      if (step >= kLag) {
+        ptx::BarrierWait(barriers_ + out_.at * sizeof(uint64_t), out_.parity);
+        const int bytes = Min(kMoveBytes, row_bytes_ - out.offset);
+        ptx::StoreBulk(rows_[out.row].to + out.offset, buffers_ + out_.at * kMoveBytes, bytes);
+        ptx::StoreBulkCommit();
+        out_.Next();
+        Next(&out);
+      }
     }
   }
-  // Sends out what is on its way in.
-  __device__ void SendOut() {
-    for (int i = 0; i < kLag; ++i) In(nullptr, nullptr, 0);
+
+  // Sends zeros to the rows [begin, end).
+  __device__ void Clear(int begin, int end) const {
+    for (Place to{begin, 0}; to.row < end;) {
+      ptx::StoreBulk(rows_[to.row].to + to.offset, zeros_, Min(kZeroBytes, row_bytes_ - to.offset));
+      if ((to.offset += kZeroBytes) >= row_bytes_) to = {to.row + 1, 0};
+    }
+    ptx::StoreBulkCommit();
   }
+
   // Until all that was sent out is written.
   __device__ static void Finish() {
     ptx::StoreBulkWait<0>();
@@ -306,45 +341,27 @@ class Mover {
   }
 
  private:
-  // Starts a piece and sends the one kLag before it out.
-  __device__ void In(const char* from, char* to, int bytes) {
-    // The buffer's piece before this one went out kMoveBuffers - kLag steps ago.
-    ptx::StoreBulkWaitRead<kMoveBuffers - kLag - 1>();
-    const uint32_t barrier = barriers_ + in_.at * sizeof(uint64_t);
-    if (from != nullptr) {
-      ptx::BarrierArriveExpect(barrier, bytes);
-      ptx::LoadBulk(buffers_ + in_.at * kMoveBytes, from, bytes, barrier);
-    }
-    pieces_[in_.at] = {to, bytes, from != nullptr};
-    const int slot = (in_.at + kMoveBuffers - kLag) % kMoveBuffers;
-    const MovedPiece oldest = pieces_[slot];
-    if (oldest.bytes > 0) {
-      uint32_t source = zeros_;
-      if (oldest.loaded) {
-        source = buffers_ + slot * kMoveBytes;
-        ptx::BarrierWait(barriers_ + slot * sizeof(uint64_t), parity_ >> slot & 1);
-        parity_ ^= 1u << slot;
-      }
-      ptx::StoreBulk(oldest.to, source, oldest.bytes);
-    }
-    ptx::StoreBulkCommit();
-    in_.Next();
+  struct Place {
+    int row, offset;
+  };
+  __device__ void Next(Place* place) const {
+    if ((place->offset += kMoveBytes) >= row_bytes_) *place = {place->row + 1, 0};
   }
 
-  MovedPiece* const pieces_;
+  const MovedRow* const rows_;
   const uint32_t buffers_, barriers_, zeros_;
-  Cursor<kMoveBuffers> in_;
-  uint32_t parity_ = 0;  // of each buffer's barrier
+  const int row_bytes_, pieces_;
+  Cursor<kMoveBuffers> in_, out_;
 };
 
 __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& launch, Shared& s, int lane) {
   const TaskList& list = s.list;
   const Dims& d = p.dims;
-  // Careful: below, one lane moves one row's weight.
+  // Careful: below, one lane describes one row, and moves its weight.
   static_assert(TilesOf(Path::kHopper).communication_rows <= 32, "a communication task has a row for each lane");
   const int tasks = list.NumCommunication(), routes = static_cast<int>(d.Routes()), top_k = static_cast<int>(d.top_k);
   const int64_t row_bytes = d.hidden * 2;
-  Mover mover(s);
+  Mover mover(s, row_bytes);
   const auto row = [row_bytes](const void* base, int64_t index) {
     return const_cast<char*>(static_cast<const char*>(base)) + index * row_bytes;
   };
@@ -364,37 +381,30 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
     if (!WaitForCounters(p, launch, task, lane)) return;
     const Moved moved = MovedBy(p, list, s.row_counts, task);
     const bool pulls = task.op == Op::kDispatch || task.op == Op::kReverseCombine, exists = lane < moved.count;
-    // Each lane finds out where a row comes from and goes to: x or a result, and dy.
     const int source = exists ? p.schedule.row_source[moved.first + lane] : 0;
     const Peer& peer = peers.at[source / routes];
     const int route = source % routes, token = route / top_k;
     const int64_t ring_row = moved.ring_row + lane;
-    const char *from[2] = {}, *to[2] = {};
-    if (pulls) {
-      void* x = PulledX(p, list, task);
-      if (exists) from[0] = row(peer.x, token);
-      if (x != nullptr) to[0] = row(x, ring_row);
-      if (task.op == Op::kReverseCombine) {
-        if (exists) from[1] = row(peer.d_y, token);
-        to[1] = row(p.ring.d_y, ring_row);
-      }
-    } else if (exists) {
-      from[0] = row(p.ring.out, ring_row);
-      to[0] = row(peer.returned, route);
-    }
-    // Orders the copies after the ordinary stores just waited for.
-    ptx::FenceProxyAsync();
-    for (int i = 0; i < moved.rows; ++i) {
-      for (int which = 0; which < 2; ++which) {
-        const auto of_lane = [i](const char* address) {
-          return reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(address), i));
-        };
-        const char* row_from = of_lane(from[which]);
-        char* row_to = of_lane(to[which]);
-        if (lane == 0 && row_to != nullptr) mover.Move(row_from, row_to, row_bytes);
+    // x or a result, then dy: first all rows that exist, then those to be cleared.
+    char* const x = pulls ? static_cast<char*>(PulledX(p, list, task)) : nullptr;
+    const bool first = !pulls || x != nullptr, second = task.op == Op::kReverseCombine;
+    const int arrays = first + second, count = moved.count, missing = pulls ? moved.rows - count : 0;
+    if (lane < moved.rows) {
+      const int at = exists ? lane : arrays * count + lane - count, next = exists ? count : missing;
+      if (!pulls) {
+        if (exists) s.rows[at] = {row(p.ring.out, ring_row), row(peer.returned, route)};
+      } else {
+        if (first) s.rows[at] = {row(peer.x, token), row(x, ring_row)};
+        if (second) s.rows[at + first * next] = {row(peer.d_y, token), row(p.ring.d_y, ring_row)};
       }
     }
-    if (lane == 0) mover.SendOut();
+    __syncwarp();
+    if (lane == 0) {
+      // Orders the copies after the ordinary stores just waited for.
+      ptx::FenceProxyAsync();
+      mover.Move(arrays * count);
+      if (missing > 0) mover.Clear(arrays * count, arrays * (count + missing));
+    }
     if (d.Exchanges() && exists) {
       if (task.op == Op::kReverseCombine) {
         static_cast<float*>(p.ring.weights)[ring_row] = static_cast<const float*>(peer.router_weights)[route];
@@ -528,7 +538,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     HopperKernel(const __grid_constant__ Params p, const __grid_constant__ PeerTable peers,
                  const __grid_constant__ Maps maps, const __grid_constant__ Launch launch) {
   extern __shared__ uint8_t raw[];
-  Shared& s = *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
+  // Careful: from `raw` on, not by way of an integer, or each access is a generic one.
+  Shared& s = *reinterpret_cast<Shared*>(raw + (1024 - ptx::Shared(raw) % 1024) % 1024);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = static_cast<int>(ptx::ClusterRank());
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -545,7 +556,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       ptx::BarrierInit(ptx::Shared(&s.ticket_empty[i]), 1);
       ptx::BarrierArriveExpect(ptx::Shared(&s.ticket_full[i]), sizeof(int32_t));
     }
-    for (auto& piece : s.pieces) piece.bytes = 0;
     for (auto& barrier : s.moved) ptx::BarrierInit(ptx::Shared(&barrier), 1);
     ptx::BarrierInitFence();
     s.row_counts = p.dims.local_experts <= kCachedExperts ? s.row_count : p.schedule.row_count;
@@ -560,6 +570,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   ptx::FenceProxyAsync();  // the zeros, before they are copied out
   __syncthreads();
   if (threadIdx.x == 0) {
+    for (auto& run : s.runs) run.begin = run.end = 0;
     new (&s.list) TaskList(p.dims, TilesOf(Path::kHopper), p.pass, cached ? s.row_offset : p.schedule.row_offset);
   }
   __syncthreads();

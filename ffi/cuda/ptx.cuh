@@ -197,10 +197,6 @@ __device__ __forceinline__ void StoreBulk(void* to, uint32_t from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
-// `bytes` (a multiple of 16) of global memory to the second level cache.
-__device__ __forceinline__ void PrefetchBulk(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void StoreBulkCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until at most `pending` groups still read shared memory.
 template <int pending>

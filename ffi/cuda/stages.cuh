@@ -2,7 +2,7 @@
 // rounding, and where each result goes. Shared by the portable and the Hopper kernel.
 //
 // Code size matters here: fully unrolled, the stages overflow the instruction cache and take ten times as
-// long (H200, 2026-11-29). So those that calculate are loops over groups of 32 columns, on 16 sums that a
+// long (H200, 2026-11-29). So those that calculate are loops over groups of 32 columns, on 8 or 16 sums that a
 // switch selects; those that only store are unrolled.
 #ifndef MOK_CUDA_STAGES_CUH_
 #define MOK_CUDA_STAGES_CUH_
