@@ -25,6 +25,8 @@ struct CallAttributes {
   double swiglu_limit, timeout;
   int64_t num_threads;                            // host
   int64_t portable, num_comm_sms, stuck_counter;  // CUDA
+  int64_t table;                                  // CUDA: of the peers (cuda/arena.h); 0: there are none
+  double barrier_timeout;                         // CUDA, with peers
   const void* site;                               // unique to this call site of the compiled program
 };
 
@@ -63,6 +65,8 @@ struct xla::ffi::AttrDecoding<mok::CallAttributes> {
     read("portable", &call.portable);
     read("num_comm_sms", &call.num_comm_sms);
     read("stuck_counter", &call.stuck_counter);
+    read("table", &call.table);
+    read("barrier_timeout", &call.barrier_timeout);
     call.site = attrs->attrs;
     if (!complete) return diagnostic.Emit("mok_jax: an attribute is missing or of another type");
     return call;
@@ -149,6 +153,9 @@ inline std::string Complaint(const CallAttributes& call) {
     }
   }
   if (!(call.timeout > 0)) return "mok_jax: timeout must be more than 0 s, got " + std::to_string(call.timeout);
+  if (!(call.barrier_timeout > 0)) {
+    return "mok_jax: barrier_timeout must be more than 0 s, got " + std::to_string(call.barrier_timeout);
+  }
   return "";
 }
 
@@ -220,6 +227,7 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   d.row_tile = call.row_tile;
   d.minibatch = call.minibatch;
   d.macrobatch = call.macrobatch;
+  d.peers = call.table != 0;
   d.capacity = Capacity(d.ranks, d.Routes(), d.local_experts, d.row_tile);
   if (d.capacity > kMostRows) {
     decoded.complaint = "mok_jax: padded rows must be less than 2**31, got " + std::to_string(d.capacity);

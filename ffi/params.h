@@ -26,10 +26,11 @@ struct Dims {
   int64_t minibatch;            // rows that become ready together; a multiple of row_tile
   int64_t macrobatch;           // rows that the ring holds; a multiple of minibatch
   int64_t capacity;             // most rows that any routing can give one rank; a multiple of row_tile
+  bool peers;                   // ranks are devices, which meet in arenas (cuda/arena.h): so may a single one
 
   MOK_HD int64_t Routes() const { return tokens * top_k; }
   // Whether rows travel through the ring and the return window; one rank gathers and returns directly.
-  MOK_HD bool Exchanges() const { return ranks > 1; }
+  MOK_HD bool Exchanges() const { return ranks > 1 || peers; }
 };
 
 // What a call is to do beside its sizes.

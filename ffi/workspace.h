@@ -95,8 +95,8 @@ inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, i
   ring->staged_d_y = take(pass.mxfp8 && backward, d.tokens * d.hidden, s);
   ring->carry =
       take(backward && several && (pass.gate_up_gradient || pass.down_gradient), 3 * d.hidden * d.intermediate, w);
-  ring->returned = take(true, d.Routes() * d.hidden, s);
-  ring->returned_d_weights = take(backward, d.Routes(), w);
+  ring->returned = take(!d.peers, d.Routes() * d.hidden, s);  // else in the arena
+  ring->returned_d_weights = take(backward && !d.peers, d.Routes(), w);
   ring->counters = static_cast<int32_t*>(take(true, CounterLayout(d).total, sizeof(int32_t)));
   ring->control = static_cast<int32_t*>(take(true, kControlWords, sizeof(int32_t)));
   ring->schedule_scratch = static_cast<int32_t*>(take(!backward, ScheduleScratch(d), sizeof(int32_t)));

@@ -7,6 +7,7 @@ from typing import Any
 # From the source tree, the extension modules are those of the installed package.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
+from mok_jax import distributed
 from mok_jax.config import MoKConfig
 from mok_jax.moe import choose_implementation, moe, save_moe_residuals, why_not
 from mok_jax.mxfp8 import Mxfp8, Mxfp8Weight, quantize_mxfp8, quantize_weight
@@ -19,6 +20,7 @@ __all__ = [
     "Mxfp8Weight",
     "Routing",
     "choose_implementation",
+    "distributed",
     "moe",
     "quantize_mxfp8",
     "quantize_weight",

@@ -7,6 +7,7 @@ import os
 import numpy as np
 
 DEFAULT_TIMEOUT_SECONDS = 20.0
+DEFAULT_BARRIER_TIMEOUT_SECONDS = 300.0
 TIMEOUT_VARIABLE = "MOK_TIMEOUT"
 
 
@@ -42,6 +43,8 @@ class MoKConfig:
         missing ones, and "cuda" for one tile inside a running kernel, whatever was queued before it,
         before it reports that; the next call raises the report. None: the environment variable
         MOK_TIMEOUT, else 20.
+      barrier_timeout: seconds > 0 that "cuda" waits at a barrier for the other GPUs of a group, which may be
+        compiling or saving a checkpoint. None: 300.
       random_order: None, or a seed in [0, 2**31): a test mode of "host" that runs its tasks in
         random order, driven by the readiness counters alone, over a ring filled with NaN. "cuda" only
         fills the ring.
@@ -64,6 +67,7 @@ class MoKConfig:
     portable: bool = False
     num_comm_sms: int | None = None
     timeout: float | None = None
+    barrier_timeout: float | None = None
     random_order: int | None = None
     stuck_counter: int | None = None
 
@@ -72,7 +76,8 @@ class MoKConfig:
             wrong = ValueError if isinstance(self.precision, str) else TypeError
             raise wrong(f'MoKConfig: precision must be "mxfp8" or None, got {self.precision!r}')
         _check_number("swiglu_limit", self.swiglu_limit, "a finite number >= 0 or None", lambda v: v >= 0)
-        _check_number("timeout", self.timeout, "a finite number of seconds > 0 or None", lambda v: v > 0)
+        for name in ("timeout", "barrier_timeout"):
+            _check_number(name, getattr(self, name), "a finite number of seconds > 0 or None", lambda v: v > 0)
         for name in ("row_tile", "minibatch", "macrobatch", "num_threads", "num_comm_sms"):
             _check_integer(name, getattr(self, name), "an integer in [1, 2**31) or None", lambda v: 1 <= v < 2**31)
         for name in ("random_order", "stuck_counter"):

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mok_jax import ops
+from mok_jax import distributed, ops
 from mok_jax.config import MoKConfig
 from mok_jax.mxfp8 import BLOCK, Mxfp8, Mxfp8Weight, quantize_weight
 from mok_jax.mxfp8_reference import moe_mxfp8_reference
@@ -135,7 +135,11 @@ def moe(
     shared = tuple(matrices[3:]) or None
     call = _Call(chosen, config, placement, _gpu(placement.mesh) if chosen == "cuda" else None)
     if chosen in ("cuda", "host"):
-        call.dims(x, ids, experts, shared, placement.token_shards, placement.expert_shards).check()
+        dims = call.dims(x, ids, experts, shared, placement.token_shards, placement.expert_shards)
+        if chosen == "cuda":
+            call = dataclasses.replace(call, table=_table(placement, dims, config))
+            dims = dataclasses.replace(dims, table=call.table)
+        dims.check()
     return _moe(call, x, ids, weights, experts, shared)
 
 
@@ -320,7 +324,9 @@ def _why_not_cuda(platform: str, mesh: AnyMesh | None, ranks: int, dtype: Any) -
     if gpu.capability < (8, 0):
         return "it needs compute capability 8.0 or later, this is {}.{}".format(*gpu.capability)
     if ranks > 1:
-        return f"it does not exchange rows between GPUs yet, and the expert axis has {ranks} ranks"
+        reason = distributed.why_not(mesh, ranks)
+        if reason is not None:
+            return reason
     if dtype is not None and dtype.name == "float64":
         return "it has no float64"
     return None
@@ -367,6 +373,30 @@ def _platform(mesh) -> tuple[str, int]:
     return getattr(default, "platform", default), 1
 
 
+def _table(placement: Placement, dims: ops.Dims, config: MoKConfig) -> int:
+    """The table of peers for a call, made here where one process holds a concrete mesh; 0 where none is needed."""
+    if config.virtual_ranks > 1 or (placement.ranks == 1 and not distributed.tables()):
+        return 0
+    wanted = dataclasses.replace(dims, table=1).arena_bytes()
+    found = distributed.find(placement.mesh, placement.expert_axis, wanted)
+    if found is not None or placement.ranks == 1:
+        return 0 if found is None else found.id
+    if not isinstance(placement.mesh, Mesh) or jax.process_count() > 1:
+        raise ValueError(
+            f'moe: implementation "cuda" needs arenas of {wanted} bytes for the {placement.ranks} ranks of this mesh; '
+            f"call mok_jax.distributed.initialize(mesh, tokens={dims.tokens}, hidden={dims.hidden}, "
+            f"top_k={dims.top_k}) on every process first"
+        )
+    return distributed.initialize(
+        placement.mesh,
+        tokens=dims.tokens,
+        hidden=dims.hidden,
+        top_k=dims.top_k,
+        dtype=dims.dtype,
+        expert_axis=str(placement.expert_axis),
+    ).id
+
+
 # ---- the call ----
 
 
@@ -376,6 +406,7 @@ class _Call:
     config: MoKConfig
     placement: Placement
     gpu: ops.Gpu | None
+    table: int = 0
 
     def dims(self, x, ids, experts, shared, shards: int = 1, expert_shards: int = 1) -> ops.Dims:
         """The sizes on one rank, from arrays that hold so many token and expert shards."""
@@ -392,6 +423,7 @@ class _Call:
             config=self.config,
             implementation=self.implementation,
             gpu=self.gpu,
+            table=self.table,
         )
 
 

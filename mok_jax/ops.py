@@ -24,11 +24,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from mok_jax.config import MoKConfig, check_multiple
+from mok_jax.config import DEFAULT_BARRIER_TIMEOUT_SECONDS, MoKConfig, check_multiple
 from mok_jax.mxfp8 import Mxfp8Weight
 from mok_jax.reference import accumulation_dtype, no_derivative
 
-TARGETS = ("mok_forward", "mok_backward")
+TARGETS = ("mok_forward", "mok_backward", "mok_forward_peers", "mok_backward_peers")
 """The FFI targets, for `jax.export.DisabledSafetyCheck.custom_call`."""
 
 
@@ -129,7 +129,7 @@ class Gpu(NamedTuple):
 class Dims:
     """Sizes of one call on one device. `ranks` counts real ones, `config.virtual_ranks` those within.
 
-    gpu: of implementation "cuda", else None.
+    gpu: of implementation "cuda", else None. table: of the peers (distributed.Table.id), 0 for none.
     """
 
     tokens: int
@@ -143,6 +143,7 @@ class Dims:
     config: MoKConfig
     implementation: str = "host"
     gpu: Gpu | None = None
+    table: int = 0
 
     @property
     def portable(self) -> bool:
@@ -186,6 +187,7 @@ class Dims:
             minibatch=config.minibatch or 0,
             macrobatch=config.macrobatch or 0,
             portable=self.portable,
+            peers=self.table != 0,
         )
         if plan.capacity >= 2**31:
             raise ValueError(
@@ -252,6 +254,10 @@ class Dims:
             )
         return size
 
+    def arena_bytes(self) -> int:
+        """Bytes of each rank's arena that this call needs."""
+        return cuda().arena_bytes(self.plan(), self.dtype.itemsize)
+
     def attributes(self, context: bool, gradients: int) -> dict[str, Any]:
         """The call's attributes, the same on every rank."""
         plan, config = self.plan(), self.config
@@ -269,9 +275,11 @@ class Dims:
             num_comm_sms=config.num_comm_sms or 0,
             random_order=-1 if config.random_order is None else config.random_order,
             stuck_counter=-1 if config.stuck_counter is None else config.stuck_counter,
+            table=self.table,
         )
         limit = math.inf if config.swiglu_limit is None else config.swiglu_limit
-        floats = dict(swiglu_limit=limit, timeout=config.timeout_seconds())
+        barrier = DEFAULT_BARRIER_TIMEOUT_SECONDS if config.barrier_timeout is None else config.barrier_timeout
+        floats = dict(swiglu_limit=limit, timeout=config.timeout_seconds(), barrier_timeout=barrier)
         return {name: np.int64(v) for name, v in integers.items()} | {name: np.float64(v) for name, v in floats.items()}
 
 
@@ -308,13 +316,13 @@ def forward(dims: Dims, place, x, ids, router_weights, weights, *, context: bool
     plan, copies = dims.plan(), dims.config.virtual_ranks
     kept = copies * plan.macrobatch if context else 0
     kept_tokens = dims.tokens if context else 0
-    ranks = dims.ranks * copies
+    exchanges = dims.ranks * copies > 1 or dims.table != 0
     shapes = [
         (x.shape, x.dtype),
         ((copies, plan.capacity), jnp.int32),
         ((copies, dims.local_experts // copies + 1), jnp.int32),
         ((copies, dims.local_experts // copies), jnp.int32),
-        ((kept if ranks > 1 else 0, dims.hidden), x.dtype),
+        ((kept if exchanges else 0, dims.hidden), x.dtype),
         ((kept, dims.intermediate), x.dtype),
         ((kept, dims.intermediate), x.dtype),
         ((kept_tokens, dims.shared_intermediate), x.dtype),
@@ -368,7 +376,7 @@ def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, argume
     like = jax.typeof(arguments[1])
     results = [like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in shapes]
     method = "sequential" if dims.ranks == 1 else None
-    call = jax.ffi.ffi_call(target, results, vmap_method=method)
+    call = jax.ffi.ffi_call(target + "_peers" * (dims.table != 0), results, vmap_method=method)
     run = functools.partial(call, **dims.attributes(context, gradients))
     # `moe_ffi` has the first derivative, nothing has the second.
     run = no_derivative(

@@ -262,7 +262,8 @@ def gpu(monkeypatch):
     planning = types.SimpleNamespace(
         ROW_TILE=128, MAX_RANKS=72, Dims=host.Dims, Pass=host.Pass, workspace_bytes=host.workspace_bytes
     )
-    gpu = types.SimpleNamespace(capability=(9, 0), memory=None)
+    gpu = types.SimpleNamespace(capability=(9, 0), memory=None, reach="")
+    planning.reach = lambda device, peer: gpu.reach
     monkeypatch.setattr(module, "_platform", lambda mesh: ("gpu", 1))
     monkeypatch.setattr(module, "_gpu", lambda mesh: ops.Gpu(gpu.capability, gpu.memory))
     monkeypatch.setattr(ops, "cuda", lambda: planning)
@@ -295,11 +296,20 @@ def test_virtual_ranks_of_cuda(gpu):
 
 
 def test_cuda_over_several_gpus(gpu):
-    text = (
-        'moe: implementation "cuda" cannot run here: it does not exchange rows between GPUs yet, and the expert axis '
-        'has 4 ranks; use None or "xla"'
-    )
+    gpu.reach = "device 0 cannot access device 3"
+    text = f'moe: implementation "cuda" cannot run here: {gpu.reach}; use None or "xla"'
     refuse_cuda(ValueError, text, mesh=mesh(2, 4))
+    assert mok_jax.choose_implementation(None, mesh(2, 4), 4) == "xla"
+    gpu.reach = ""
+    assert mok_jax.choose_implementation(None, mesh(2, 4), 4) == "cuda"
+
+
+def test_cuda_over_several_gpus_of_an_abstract_mesh(gpu):
+    text = (
+        'moe: implementation "cuda" cannot run here: its 4 ranks have no peer buffers, and the mesh is abstract here; '
+        'call mok_jax.distributed.initialize(mesh, ...) on every process first; use None or "xla"'
+    )
+    refuse_cuda(ValueError, text, mesh=mesh(2, 4).abstract_mesh)
     assert mok_jax.choose_implementation(ranks=4) == "xla"
 
 

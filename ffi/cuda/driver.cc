@@ -2,6 +2,7 @@
 
 #include "../decode.h"
 #include "../tasks.h"
+#include "exchange.h"
 #include "kernels.h"
 
 namespace mok::cuda {
@@ -33,18 +34,49 @@ const char* FillContextWithNaN(const Params& p, cudaStream_t stream) {
   return Fill(p.context.up, 0xff, p.dims.intermediate * bytes, stream);
 }
 
+// To where the peers pull from: in the forward pass x and ids, in the backward pass x, dy and the router weights.
+const char* Stage(const Params& p, const Meeting& meeting, const ArenaLayout& at, int sms, cudaStream_t stream) {
+  const Dims& d = p.dims;
+  const bool forward = p.pass.direction == Direction::kForward;
+  const int64_t rows = d.tokens * d.hidden * Bytes(p.type), routes = d.Routes() * 4;
+  const struct {
+    int64_t offset;
+    const void* from;
+    int64_t bytes;
+  } arrays[] = {{at.x, p.x, rows},
+                {at.ids, p.ids, forward ? routes : 0},
+                {at.d_y, p.d_y, forward ? 0 : rows},
+                {at.router_weights, p.router_weights, forward ? 0 : routes}};
+  for (const auto& [offset, from, bytes] : arrays) {
+    if (const char* error = LaunchStage(meeting, offset, from, bytes, sms, stream)) return error;
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 std::string LoadKernels(int capability) {
-  for (const char* error : {LoadSchedule(), LoadEpilogue(), LoadMegakernels(capability)}) {
+  for (const char* error : {LoadSchedule(), LoadEpilogue(), LoadExchange(), LoadMegakernels(capability)}) {
     if (error != nullptr) return error;
   }
   return "";
 }
 
-std::string Enqueue(const std::vector<Params>& ranks, void* workspace, int64_t workspace_bytes, const Options& options,
-                    cudaStream_t stream) {
+std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t workspace_bytes,
+                    const Options& options, cudaStream_t stream) {
+  std::vector<Params> ranks = decoded;
   const bool forward = ranks[0].pass.direction == Direction::kForward;
+  Meeting meeting{};
+  ArenaLayout arena{};
+  if (options.group != nullptr) {
+    Params& p = ranks[0];
+    const Group& group = *options.group;
+    p.rank = group.rank;
+    arena = LayOutArena(p.dims, Bytes(p.type));
+    p.ring.returned = group.arenas[p.rank] + arena.returned;
+    p.ring.returned_d_weights = group.arenas[p.rank] + arena.returned_d_weights;
+    meeting = {group, SignatureOf(p), options.place, p.ring.control, options.reports, options.barrier_timeout_ns};
+  }
   PeerTable peers{};
   IdTable ids{};
   Outcome outcome{};
@@ -54,6 +86,12 @@ std::string Enqueue(const std::vector<Params>& ranks, void* workspace, int64_t w
     peers.at[p.rank] = {p.x, p.d_y, p.router_weights, p.ring.returned, p.ring.returned_d_weights};
     ids.at[p.rank] = p.ids;
     outcome.control[outcome.ranks++] = p.ring.control;
+  }
+  for (int64_t r = 0; options.group != nullptr && r < options.group->ranks; ++r) {
+    char* base = options.group->arenas[r];
+    peers.at[r] = {base + arena.x, base + arena.d_y, base + arena.router_weights, base + arena.returned,
+                   base + arena.returned_d_weights};
+    ids.at[r] = reinterpret_cast<const int32_t*>(base + arena.ids);
   }
   std::string error;
   const char* doing = "";
@@ -67,11 +105,18 @@ std::string Enqueue(const std::vector<Params>& ranks, void* workspace, int64_t w
   };
   if (options.fill_with_nan) {
     phase("filling memory with NaN", [&](const Params& p) {
-      const char* failed = p.rank == 0 ? Fill(workspace, 0xff, workspace_bytes, stream) : nullptr;
+      const char* failed = p.rank == ranks[0].rank ? Fill(workspace, 0xff, workspace_bytes, stream) : nullptr;
       return failed != nullptr || !forward ? failed : FillContextWithNaN(p, stream);
     });
   }
   phase("zeroing the counters", [&](const Params& p) { return Zero(p, options, stream); });
+  // Real ranks: what stands between two phases of virtual ones is a barrier.
+  const auto meet = [&](const char* name, auto step) {
+    if (options.group != nullptr) phase(name, step);
+  };
+  meet("entering the arena", [&](const Params&) { return LaunchEnter(meeting, stream); });
+  meet("staging", [&](const Params& p) { return Stage(p, meeting, arena, options.launch.sms, stream); });
+  meet("the first barrier", [&](const Params&) { return LaunchBarrier(meeting, 0, stream); });
   if (forward) {
     phase("the schedule", [&](const Params& p) {
       return LaunchSchedule(p.dims, p.rank, ids, p.schedule, p.ring.schedule_scratch, stream);
@@ -83,7 +128,9 @@ std::string Enqueue(const std::vector<Params>& ranks, void* workspace, int64_t w
     launch.status = reinterpret_cast<Status*>(p.ring.control + kStatus);
     return LaunchMegakernel(options.path, p, peers, launch, stream);
   });
+  meet("the second barrier", [&](const Params&) { return LaunchBarrier(meeting, 1, stream); });
   phase("the epilogue", [&](const Params& p) { return LaunchEpilogue(p, outcome, stream); });
+  meet("leaving the arena", [&](const Params&) { return LaunchLeave(meeting, stream); });
   return error.empty() ? "" : std::string("mok_jax cuda: ") + doing + ": " + error;
 }
 

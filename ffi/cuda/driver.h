@@ -10,12 +10,16 @@
 #include <vector>
 
 #include "../params.h"
+#include "arena.h"
 #include "megakernel.h"
 
 namespace mok::cuda {
 
 struct Options {
   Path path;
+  const Group* group;    // of real ranks, or null: all ranks are here
+  const int32_t* place;  // on the device; with a group
+  uint64_t barrier_timeout_ns;
   Launch launch;  // but for the status, which is each rank's own
   Reports* reports;
   // Test modes.
@@ -26,7 +30,7 @@ struct Options {
 // Loads every kernel on the current device. Empty, or an error; likewise below.
 std::string LoadKernels(int capability);
 
-// `ranks`: all ranks of the group, in order. `workspace`: of all of them.
+// `ranks`: all ranks of the group, in order, or with Options::group this device's alone. `workspace`: of all of them.
 std::string Enqueue(const std::vector<Params>& ranks, void* workspace, int64_t workspace_bytes, const Options& options,
                     cudaStream_t stream);
 

@@ -3,6 +3,7 @@
 // rows that no route fills. All of it moves memory and nothing else, 16 bytes a thread where the sizes allow.
 #include "../tasks.h"
 #include "kernels.h"
+#include "publish.cuh"
 
 namespace mok::cuda {
 namespace {
@@ -38,17 +39,12 @@ __device__ bool Aborted(const Outcome& outcome) {
   return __syncthreads_or(aborted);
 }
 
-// By one thread of an aborted call.
+// By one thread of an aborted call. What failed between ranks has been told already.
 __device__ void Tell(const Outcome& outcome) {
-  int64_t r = 0;
-  while (outcome.control[r][kAbortFlag] == 0) ++r;
-  const uint32_t number = atomicAdd(&outcome.reports->last, 1u) + 1;
-  Report& report = outcome.reports->at[number % kReports];
-  report.timeout_ns = outcome.timeout_ns;
-  report.status = *reinterpret_cast<const Status*>(outcome.control[r] + kStatus);
-  // The report, before the host reads its number.
-  __threadfence_system();
-  *static_cast<volatile uint32_t*>(&report.number) = number;
+  for (int64_t r = 0; r < outcome.ranks; ++r) {
+    const Status& status = *reinterpret_cast<const Status*>(outcome.control[r] + kStatus);
+    if (status.code != 0) return Publish(outcome.reports, {0, outcome.timeout_ns, status, {}});
+  }
 }
 
 // All bits set: NaN in every dtype.
@@ -89,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   using V = Vector<S, kWide>;
   using Value = typename V::Type;
   if (Aborted(outcome)) {
-    if (p.rank == 0 && blockIdx.x == 0 && threadIdx.x == 0) Tell(outcome);
+    if ((p.rank == 0 || outcome.ranks == 1) && blockIdx.x == 0 && threadIdx.x == 0) Tell(outcome);
     return FillResults<S>(p);
   }
   const Dims& d = p.dims;

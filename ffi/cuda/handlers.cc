@@ -3,20 +3,25 @@
 // loaded is there since Initialize.
 #include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "../decode.h"
 #include "../op_names.h"
 #include "../planning.h"
+#include "arena.h"
 #include "driver.h"
 #include "kernels.h"
 #include "megakernel.h"
+#include "peers.h"
 #include "status.h"
 
 namespace mok::cuda {
@@ -29,7 +34,8 @@ constexpr int64_t kComputeUnits = 132;
 // What a device needs before its first launch; kept for the process's life once it is complete.
 struct Device {
   Reports* reports = nullptr;
-  uint32_t seen = 0;  // the number of the last report that was passed on
+  uint32_t seen = 0;   // the number of the last report that was passed on
+  uint32_t shown = 0;  // likewise, by NewFaults
   int sms = 0;
   int capability = 0;  // 90 for 9.0
 };
@@ -56,13 +62,21 @@ std::string Open(int ordinal, Device* device) {
   return Text("allocating pinned memory", allocated);
 }
 
+struct Devices {
+  std::mutex mutex;
+  std::unordered_map<int, Device> at;
+};
+Devices& AllDevices() {
+  static auto* devices = new Devices;  // never destroyed: kernels may outlive `main`
+  return *devices;
+}
+
 // The device of this ordinal, opened by the first call, which is Initialize's. A device that does not open is
 // not remembered, for what it lacked may come free: the next call tries once more.
 std::string DeviceAt(int ordinal, Device** device) {
-  static std::mutex mutex;
-  static auto* devices = new std::unordered_map<int, Device>;  // never destroyed: kernels may outlive `main`
-  const std::lock_guard<std::mutex> lock(mutex);
-  *device = &(*devices)[ordinal];
+  Devices& all = AllDevices();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  *device = &all.at[ordinal];
   if ((*device)->reports != nullptr) return "";
   const std::string error = Open(ordinal, *device);
   if (!error.empty()) cudaGetLastError();  // or the next launch on this thread would find it
@@ -113,6 +127,7 @@ std::string TakeReport(Device& device) {
   }
   const uint32_t calls = device.seen - before;
   if (calls == 0) return "";
+  if (report.exchange.fault != Fault::kNone) return Describe(report);
   const Status& s = report.status;
   const bool known = s.op >= 0 && s.op <= static_cast<int32_t>(Op::kSharedGradDown);
   return "mok_jax cuda: in an earlier call on this device " +
@@ -124,6 +139,24 @@ std::string TakeReport(Device& device) {
          ". The time runs from when a task of a running kernel begins to wait, whatever was queued before it; raise "
          "MoKConfig.timeout (or MOK_TIMEOUT) if one tile can take that long, because other processes share the GPU, a "
          "debugger holds it, or one expert has very many rows. Otherwise this is a fault of mok_jax or of the GPU";
+}
+
+// Faults between ranks on any device, each once, whether or not a call has raised them.
+std::vector<std::string> NewFaults() {
+  Devices& all = AllDevices();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::vector<std::string> faults;
+  for (auto& [ordinal, device] : all.at) {
+    if (device.reports == nullptr) continue;
+    for (;;) {
+      const Report& next = device.reports->at[(device.shown + 1) % kReports];
+      const uint32_t number = __atomic_load_n(&next.number, __ATOMIC_ACQUIRE);
+      if (number <= device.shown) break;
+      device.shown = number;
+      if (next.exchange.fault != Fault::kNone) faults.push_back(Describe(next));
+    }
+  }
+  return faults;
 }
 
 ffi::Error Internal(const std::string& message) { return ffi::Error(ffi::ErrorCode::kInternal, message); }
@@ -147,7 +180,13 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
   Decoded decoded = Decode(direction, call, arguments, results, TilesOf(path));
   if (!decoded.complaint.empty()) return ffi::Error::InvalidArgument(decoded.complaint);
   const Params& first = decoded.ranks[0];
-  if (call.ranks != 1 || call.virtual_ranks > kMaxRanks || call.row_tile != kRowTile ||
+  const Group* group = call.table == 0 ? nullptr : FindGroup(call.table, ordinal);
+  if (call.table != 0) {
+    const std::string complaint = Complaint(group, call.ranks, first);
+    if (!complaint.empty()) return Internal(complaint);
+  }
+  if ((call.ranks != 1 && group == nullptr) || (call.virtual_ranks != 1 && group != nullptr) ||
+      call.virtual_ranks > kMaxRanks || call.row_tile != kRowTile ||
       first.dims.capacity + first.dims.macrobatch > kMostRows || first.type == ScalarType::kFloat64 ||
       (path == Path::kHopper && first.type != ScalarType::kBFloat16)) {
     return ffi::Error::InvalidArgument("mok_jax cuda: sizes that mok_jax/ops.py refuses; reinstall mok_jax");
@@ -170,6 +209,9 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
   options.reports = device->reports;
   options.launch.timeout_ns = static_cast<uint64_t>(std::min(call.timeout * 1e9, 9e18));
   options.launch.num_comm_sms = static_cast<int>(call.num_comm_sms);
+  options.group = group;
+  options.place = decoded.place;
+  options.barrier_timeout_ns = static_cast<uint64_t>(std::min(call.barrier_timeout * 1e9, 9e18));
   options.fill_with_nan = call.random_order >= 0;
   options.stuck_counter = call.stuck_counter;
   error = Enqueue(decoded.ranks, decoded.workspace, decoded.workspace_bytes, options, stream);
@@ -210,8 +252,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MokInitialize, Initialize,
                               ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>());
 
 // Command buffers may hold these: Execute only launches kernels and fills memory, on one stream; all that
-// changes from call to call is in device memory, and the pinned Reports stay where they are. Real ranks, when
-// they come, need targets without the trait: a captured call must not wait for a peer.
+// changes from call to call is in device memory, and the pinned Reports stay where they are. Real ranks have targets
+// without the trait: a captured call must not wait for a peer.
 #define MOK_BIND                                \
   ffi::Ffi::Bind()                              \
       .Ctx<ffi::DeviceOrdinal>()                \
@@ -222,6 +264,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MokInitialize, Initialize,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MokForward, Execute<Direction::kForward>, MOK_BIND, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MokBackward, Execute<Direction::kBackward>, MOK_BIND,
                               {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokForwardPeers, Execute<Direction::kForward>, MOK_BIND);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokBackwardPeers, Execute<Direction::kBackward>, MOK_BIND);
 #undef MOK_BIND
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MokSchedule, ExecuteSchedule,
                               ffi::Ffi::Bind()
@@ -252,11 +296,27 @@ PYBIND11_MODULE(_cuda, module) {
     py::dict targets;
     targets["mok_forward"] = Stages(reinterpret_cast<void*>(MokForward));
     targets["mok_backward"] = Stages(reinterpret_cast<void*>(MokBackward));
+    targets["mok_forward_peers"] = Stages(reinterpret_cast<void*>(MokForwardPeers));
+    targets["mok_backward_peers"] = Stages(reinterpret_cast<void*>(MokBackwardPeers));
     targets["mok_schedule"] = Stages(reinterpret_cast<void*>(MokSchedule));
     return targets;
   });
   const auto tiles = [](bool portable) { return TilesOf(portable ? Path::kPortable : Path::kHopper); };
   DefinePlanning(module, {tiles, kRowTile, kComputeUnits});
+  DefinePeers(module);
+  module.def("new_reports", &NewFaults);
+  module.def(
+      "open_device",
+      [](int ordinal) {
+        const Current current(ordinal);
+        Device* device;
+        const std::string error = current.error().empty() ? DeviceAt(ordinal, &device) : current.error();
+        if (!error.empty()) throw std::runtime_error(error);
+      },
+      py::arg("ordinal"));
+  module.def(
+      "arena_bytes", [](const Plan& plan, int64_t storage_bytes) { return LayOutArena(plan, storage_bytes).total; },
+      py::arg("dims"), py::arg("storage_bytes"));
   module.def("schedule_scratch", [](const Plan& plan) { return ScheduleScratch(plan); }, py::arg("dims"));
 }
 

@@ -37,8 +37,9 @@ struct Launch {
   int num_comm_sms;  // portable kernels with ranks > 1: CTAs that communicate, all but one at most; 0: an eighth
 };
 
-// What words of Ring::control mean; all zero at the start. kStatus: the first of a Status.
-enum ControlWord { kComputeTicket, kCommunicationTicket, kAbortFlag, kStatus = 16 };
+// What words of Ring::control mean; all zero at the start. kGivenUp: set before the megakernel, which then does
+// nothing: a rank that missed its peers must not write into their memory. kStatus: the first of a Status.
+enum ControlWord { kComputeTicket, kCommunicationTicket, kAbortFlag, kGivenUp, kStatus = 16 };
 static_assert(kStatus * 4 % alignof(Status) == 0 && kStatus * 4 + sizeof(Status) <= kControlWords * 4,
               "a Status must fit behind the words");
 

@@ -201,6 +201,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     PortableKernel(const __grid_constant__ Params p, const __grid_constant__ PeerTable peers,
                    const __grid_constant__ Matrices matrices, const __grid_constant__ Launch launch) {
   using ptx::Major;
+  if (p.ring.control[kGivenUp] != 0) return;
   extern __shared__ __align__(128) uint8_t buffers[];
   __shared__ Shared s;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

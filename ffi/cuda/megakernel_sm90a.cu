@@ -537,6 +537,7 @@ __device__ void Calculate(const Params& p, Shared& s, int rank, int warp, int la
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     HopperKernel(const __grid_constant__ Params p, const __grid_constant__ PeerTable peers,
                  const __grid_constant__ Maps maps, const __grid_constant__ Launch launch) {
+  if (p.ring.control[kGivenUp] != 0) return;
   extern __shared__ uint8_t raw[];
   // Careful: from `raw` on, not by way of an integer, or each access is a generic one.
   Shared& s = *reinterpret_cast<Shared*>(raw + (1024 - ptx::Shared(raw) % 1024) % 1024);

@@ -33,6 +33,17 @@ __device__ __forceinline__ void AddRelease(int32_t* at, int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
+// The same between GPUs.
+__device__ __forceinline__ uint32_t LoadAcquireSystem(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void StoreReleaseSystem(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ uint64_t GlobalTimer() {
   uint64_t nanoseconds;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));

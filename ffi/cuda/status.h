@@ -17,11 +17,33 @@ struct Status {
   int64_t counter, found, expected;
 };
 
-// One for each call that waited in vain, however many of its ranks and waits did.
+// What went wrong between ranks; see exchange.cu.
+enum class Fault : int32_t {
+  kNone,
+  kMissing,    // ranks did not come to a barrier in time
+  kDiffers,    // a rank came with another call
+  kAborted,    // a rank's call failed by itself
+  kAbandoned,  // the group failed in an earlier call, or another rank gave it up
+  kOverlaps,   // two calls at once
+  kMisplaced,  // the device is at another place in the mesh than in the table
+};
+
+struct ExchangeStatus {
+  Fault fault;
+  int32_t barrier;  // 0: before rows travel, 1: after
+  int32_t group, rank, ranks;
+  int32_t peer;                  // kDiffers, kAborted: which rank; kMisplaced: the rank in the mesh
+  int32_t epoch, found;          // of the barrier; kMissing: of the first rank that is missing
+  uint32_t missing[3];           // a bit for each rank
+  int32_t mine[12], theirs[12];  // kDiffers: Signature
+};
+
+// One for each call that failed, however many of its ranks and waits did.
 struct Report {
   uint32_t number;  // from 1 on, over the process's life. Written last, after a system fence
   uint64_t timeout_ns;
-  Status status;
+  Status status;            // of a wait of a task, or
+  ExchangeStatus exchange;  // of a fault between ranks, if it is one
 };
 
 // Call `number` reports at number % kReports: so many may go unread before one takes another's place, and even

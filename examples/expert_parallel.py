@@ -1,0 +1,95 @@
+"""Expert parallelism, from one process with all devices to one process a GPU: a layer learns a fixed teacher.
+
+    python examples/expert_parallel.py                       # all devices of this machine; 8 virtual ones on a CPU
+    python examples/expert_parallel.py --data 2              # two groups of ranks, data-parallel to each other
+
+One process a GPU, here two on one machine (on several machines --coordinator names the first one, and the expert
+axis stays inside a machine, or an NVLink domain: choose --data accordingly):
+
+    python examples/expert_parallel.py --coordinator 127.0.0.1:12345 --processes 2 --process 0 &
+    python examples/expert_parallel.py --coordinator 127.0.0.1:12345 --processes 2 --process 1
+
+Every process runs the same program. What differs is `jax.distributed.initialize`, and on GPUs
+`mok_jax.distributed.initialize`, which maps the peers' buffers before anything compiles.
+"""
+
+import argparse
+import os
+
+if not any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/nvidiactl")):
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mok_jax
+
+HIDDEN, INTERMEDIATE, TOP_K = 128, 256, 2
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=int, default=1, help="size of the data axis; the rest is the expert axis")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens a device in a step")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--coordinator", help="address:port of process 0; without it there is one process")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--process", type=int, default=0, help="this one's number")
+    return parser.parse_args()
+
+
+def batches(mesh, tokens: int, steps: int):
+    """Random tokens, each process making those of its devices."""
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    for step in range(steps):
+        shape = (tokens * mesh.size, HIDDEN)
+
+        def part(index, step=step, shape=shape):
+            rows = range(*index[0].indices(shape[0]))
+            return np.random.default_rng((step, rows.start)).normal(size=(len(rows), HIDDEN)).astype(np.float32)
+
+        yield jax.make_array_from_callback(shape, sharding, part)
+
+
+def main() -> None:
+    options = parse()
+    if options.coordinator:
+        # A process that dies is noticed after the heartbeat's time-out, and the others end.
+        jax.distributed.initialize(
+            options.coordinator, options.processes, options.process, heartbeat_timeout_seconds=30
+        )
+    ranks = jax.device_count() // options.data
+    mesh = jax.make_mesh((options.data, ranks), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    if mesh.devices.flat[0].platform == "gpu" and ranks > 1:
+        mok_jax.distributed.initialize(mesh, tokens=options.tokens, hidden=HIDDEN, top_k=TOP_K, dtype=jnp.float32)
+    with jax.set_mesh(mesh):
+        layer = mok_jax.MoKMoE(HIDDEN, INTERMEDIATE, num_experts=4 * ranks, top_k=TOP_K, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(layer, optax.adam(3e-3), wrt=nnx.Param)
+        teacher = jnp.asarray(np.random.default_rng(1).normal(size=(HIDDEN, HIDDEN)) / HIDDEN**0.5, jnp.float32)
+
+        @nnx.jit
+        def step(layer, optimizer, x):
+            def loss(layer):
+                return jnp.mean((layer(x) - jnp.tanh(x @ teacher)) ** 2)
+
+            value, gradients = nnx.value_and_grad(loss)(layer)
+            optimizer.update(layer, gradients)
+            return value
+
+        for number, x in enumerate(batches(mesh, options.tokens, options.steps)):
+            value = float(step(layer, optimizer, x))
+            if options.process == 0 and (number % 10 == 0 or number == options.steps - 1):
+                print(f"step {number}: loss {value:.4f}", flush=True)
+    if jax.process_index() == 0:
+        chosen = mok_jax.choose_implementation(None, mesh, ranks, jnp.dtype("float32"))
+        platform = mesh.devices.flat[0].platform
+        print(f"{chosen!r} over {dict(mesh.shape)} {platform} devices, {jax.process_count()} process(es)")
+
+
+if __name__ == "__main__":
+    main()

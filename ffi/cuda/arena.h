@@ -1,0 +1,90 @@
+// The peer buffers: an arena is memory of mok_jax's own on one device, in which a rank stages what its peers pull
+// and finds what they push. All layers of a process share it, forward and backward pass alike. Made and mapped
+// before anything compiles (mok_jax/distributed.py); a call only looks its table up.
+//
+// Why one of each buffer is enough, and two barriers a call: a rank stages, then meets its peers; they pull and
+// push, then all meet again. So staged memory is not written while somebody pulls from it: whoever stages for
+// the next call has passed the second barrier. And the return window is not pushed into while its owner reads
+// it: whoever pushes in the next call has passed that call's first barrier, which the owner reaches after its
+// epilogue. tests/test_protocol.py explores the orders.
+#ifndef MOK_CUDA_ARENA_H_
+#define MOK_CUDA_ARENA_H_
+
+#include <cstdint>
+
+#include "../params.h"
+#include "../tasks.h"
+#include "megakernel.h"
+
+namespace mok::cuda {
+
+// What the ranks of a call must agree on.
+struct Signature {
+  static constexpr int kWords = 12;
+  int32_t words[kWords];  // direction, dtype, context, then sizes in the order of SignatureOf
+};
+
+inline Signature SignatureOf(const Params& p) {
+  const Dims& d = p.dims;
+  const auto word = [](auto value) { return static_cast<int32_t>(value); };
+  return {{word(p.pass.direction), word(p.type), word(p.pass.context), word(d.tokens), word(d.hidden),
+           word(d.intermediate), word(d.shared_intermediate), word(d.local_experts), word(d.ranks), word(d.top_k),
+           word(d.minibatch), word(d.macrobatch)}};
+}
+
+// A rank's arrival at a barrier, written by that rank into the arena of another one.
+struct alignas(64) Arrival {
+  Signature signature;
+  uint32_t aborted;  // its call has failed
+  uint32_t epoch;    // written last
+};
+
+// The beginning of an arena, all zero at first. Epochs only grow, so nothing is ever reset; of two in turn each
+// has its own arrivals, since a rank can be one barrier ahead of another but not two.
+struct Control {
+  uint32_t epoch;    // of the last barrier that this rank came to; its own kernels count it
+  uint32_t abandon;  // sticky, written by any rank: the group has failed
+  uint32_t owner;    // whether a call is under way; its own kernels set and clear it
+  Arrival arrivals[2][kMaxRanks];
+};
+inline constexpr int64_t kControlBytes = 16384;
+static_assert(sizeof(Control) <= kControlBytes, "the control block has its place");
+
+// Offsets in an arena, the same on every rank: 16 KiB, 2 T H s, 8 T K, T K (H s + 4), each part rounded up to
+// 256 bytes; s: bytes of an element of x.
+struct ArenaLayout {
+  int64_t x, d_y, router_weights, ids, returned, returned_d_weights, total;
+};
+inline ArenaLayout LayOutArena(const Dims& d, int64_t storage_bytes) {
+  ArenaLayout at{};
+  at.total = kControlBytes;
+  const auto take = [&at](int64_t bytes) {
+    const int64_t begin = at.total;
+    at.total += RoundUp(bytes, 256);
+    return begin;
+  };
+  at.x = take(d.tokens * d.hidden * storage_bytes);
+  at.d_y = take(d.tokens * d.hidden * storage_bytes);
+  at.router_weights = take(d.Routes() * 4);
+  at.ids = take(d.Routes() * 4);
+  at.returned = take(d.Routes() * d.hidden * storage_bytes);
+  at.returned_d_weights = take(d.Routes() * 4);
+  return at;
+}
+
+// One device's place among its peers.
+struct Group {
+  int64_t rank, ranks;
+  int64_t number;  // of the group
+  int64_t bytes;   // of each arena
+  char* arenas[kMaxRanks];
+
+  MOK_HD Control* ControlOf(int64_t of) const { return reinterpret_cast<Control*>(arenas[of]); }
+};
+
+// The group of a device in a table; null: there is none. What it points to stays valid until the table is gone.
+const Group* FindGroup(int64_t table, int ordinal);
+
+}  // namespace mok::cuda
+
+#endif  // MOK_CUDA_ARENA_H_

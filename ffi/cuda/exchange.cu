@@ -1,0 +1,188 @@
+// Barriers between the ranks of a group. One CTA, a thread for each peer; epochs count in device memory, so
+// that nothing but the stream's order ties a call to the next one. No other kernel waits for a peer.
+//
+// A fault between ranks sets the call's abort flag, which makes its results NaN, and is told to the host once. One
+// that leaves the group out of step (kMissing, kDiffers, kOverlaps, kMisplaced) abandons it on every rank that can
+// be reached: every later call fails at once, without waiting, until a table is made anew.
+#include <algorithm>
+
+#include "exchange.h"
+#include "kernels.h"
+#include "ptx.cuh"
+#include "publish.cuh"
+
+namespace mok::cuda {
+namespace {
+
+constexpr int kThreads = 96, kStageThreads = 512;
+static_assert(kThreads >= kMaxRanks, "a thread for each peer");
+
+__device__ volatile uint32_t& Abandoned(const Meeting& m, int64_t rank) { return m.group.ControlOf(rank)->abandon; }
+
+// By one thread, on its own rank.
+__device__ void Fail(const Meeting& m, ExchangeStatus status) {
+  m.call_control[kAbortFlag] = m.call_control[kGivenUp] = 1;
+  status.group = static_cast<int32_t>(m.group.number);
+  status.rank = static_cast<int32_t>(m.group.rank);
+  status.ranks = static_cast<int32_t>(m.group.ranks);
+  Report report{};
+  report.timeout_ns = m.timeout_ns;
+  report.exchange = status;
+  Publish(m.reports, report);
+}
+
+__global__ void Enter(const __grid_constant__ Meeting m) {
+  Control* own = m.group.ControlOf(m.group.rank);
+  ExchangeStatus status{};
+  if (Abandoned(m, m.group.rank) != 0) {
+    status.fault = Fault::kAbandoned;
+  } else if (m.place[0] != m.group.rank || m.place[1] != m.group.number) {
+    status.fault = Fault::kMisplaced;
+    status.peer = m.place[0];
+  } else if (atomicExch(&own->owner, 1u) != 0) {
+    status.fault = Fault::kOverlaps;
+  } else {
+    return;
+  }
+  Fail(m, status);
+  if (status.fault == Fault::kAbandoned) return;
+  for (int64_t r = 0; r < m.group.ranks; ++r) Abandoned(m, r) = 1;
+  __threadfence_system();
+}
+
+__global__ void __launch_bounds__(kThreads) Barrier(const __grid_constant__ Meeting m, int barrier) {
+  __shared__ ExchangeStatus status;
+  __shared__ uint32_t epoch, abandoned;
+  __shared__ int differs, aborted;  // the first rank that does
+  Control* own = m.group.ControlOf(m.group.rank);
+  const int r = threadIdx.x, ranks = static_cast<int>(m.group.ranks);
+  if (r == 0) {
+    status = {};
+    epoch = ++own->epoch;
+    abandoned = Abandoned(m, m.group.rank);
+    differs = aborted = ranks;
+  }
+  __syncthreads();
+  if (abandoned != 0) {  // since Enter, if that has not told; nobody waits for this rank any more
+    if (r == 0 && m.call_control[kAbortFlag] == 0) {
+      status.fault = Fault::kAbandoned;
+      status.barrier = barrier;
+      Fail(m, status);
+    }
+    return;
+  }
+  const bool peer = r < ranks;
+  const uint32_t slot = epoch % 2;
+  if (peer) {
+    // A thread of its own for each word would be faster; a barrier's time goes into the way there and back.
+    Arrival* to = &m.group.ControlOf(r)->arrivals[slot][m.group.rank];
+    for (int i = 0; i < Signature::kWords; ++i) {
+      *static_cast<volatile int32_t*>(&to->signature.words[i]) = m.signature.words[i];
+    }
+    *static_cast<volatile uint32_t*>(&to->aborted) = m.call_control[kAbortFlag];
+    // All that earlier kernels of this stream wrote, and the words above, before the epoch.
+    __threadfence_system();
+    ptx::StoreReleaseSystem(&to->epoch, epoch);
+    const Arrival* from = &own->arrivals[slot][r];
+    uint64_t deadline = 0;
+    for (uint32_t polls = 1;; ++polls) {
+      const uint32_t found = ptx::LoadAcquireSystem(&from->epoch);
+      if (found == epoch) break;
+      __nanosleep(polls < 256 ? 20 : 200);
+      if (polls % 64 != 0) continue;
+      if (Abandoned(m, m.group.rank) != 0) {
+        atomicExch(&abandoned, 1u);
+        break;
+      }
+      const uint64_t now = ptx::GlobalTimer();
+      if (deadline == 0) deadline = now + m.timeout_ns;
+      if (now > deadline) {
+        atomicOr(&status.missing[r / 32], 1u << r % 32);
+        status.found = static_cast<int32_t>(found);
+        break;
+      }
+    }
+    if (ptx::LoadAcquireSystem(&from->epoch) == epoch) {
+      bool same = true;
+      for (int i = 0; i < Signature::kWords; ++i) same = same && from->signature.words[i] == m.signature.words[i];
+      if (!same) atomicMin(&differs, r);
+      if (from->aborted != 0 && r != m.group.rank) atomicMin(&aborted, r);
+    }
+  }
+  __syncthreads();
+  const bool missing = (status.missing[0] | status.missing[1] | status.missing[2]) != 0;
+  const bool out_of_step = missing || differs < ranks;
+  if (r == 0 && (out_of_step || abandoned != 0 || aborted < ranks)) {
+    status.barrier = barrier;
+    status.epoch = static_cast<int32_t>(epoch);
+    // What explains the rest comes first: a rank with another call makes later ones miss it.
+    if (differs < ranks) {
+      status.fault = Fault::kDiffers;
+      status.peer = differs;
+      for (int i = 0; i < Signature::kWords; ++i) {
+        status.mine[i] = m.signature.words[i];
+        status.theirs[i] = own->arrivals[slot][differs].signature.words[i];
+      }
+    } else if (missing) {
+      status.fault = Fault::kMissing;
+    } else if (abandoned != 0) {
+      status.fault = Fault::kAbandoned;
+    } else {
+      status.fault = Fault::kAborted;
+      status.peer = aborted;
+    }
+    Fail(m, status);
+  }
+  if (peer && out_of_step) {
+    Abandoned(m, r) = 1;
+    __threadfence_system();
+  }
+}
+
+// Copies whole words. Not by cudaMemcpyAsync: once the group is given up a rank must not write any more into what a
+// peer, which may have passed the barrier that this rank left, still pulls from.
+__global__ void __launch_bounds__(kStageThreads)
+    StageArray(const __grid_constant__ Meeting m, uint4* to, const uint4* from, int64_t words, char* tail_to,
+               const char* tail_from, int tail) {
+  if (m.call_control[kAbortFlag] != 0) return;
+  const int64_t stride = int64_t{gridDim.x} * kStageThreads, first = int64_t{blockIdx.x} * kStageThreads + threadIdx.x;
+  for (int64_t i = first; i < words; i += stride) to[i] = __ldcs(from + i);
+  if (first < tail) tail_to[first] = tail_from[first];
+}
+
+__global__ void Leave(const __grid_constant__ Meeting m) { m.group.ControlOf(m.group.rank)->owner = 0; }
+
+}  // namespace
+
+const char* LoadExchange() { return Load(Enter, Barrier, StageArray, Leave); }
+
+const char* LaunchEnter(const Meeting& meeting, cudaStream_t stream) {
+  Enter<<<1, 1, 0, stream>>>(meeting);
+  return Launched();
+}
+
+const char* LaunchStage(const Meeting& meeting, int64_t offset, const void* from, int64_t bytes, int sms,
+                        cudaStream_t stream) {
+  if (bytes == 0) return nullptr;
+  char* to = meeting.group.arenas[meeting.group.rank] + offset;
+  const char* source = static_cast<const char*>(from);
+  // XLA's buffers begin at multiples of 64 bytes at least.
+  const int64_t words = bytes / static_cast<int64_t>(sizeof(uint4)), done = words * static_cast<int64_t>(sizeof(uint4));
+  const int64_t blocks = std::min<int64_t>(2 * sms, std::max<int64_t>(1, (words + kStageThreads - 1) / kStageThreads));
+  StageArray<<<static_cast<unsigned>(blocks), kStageThreads, 0, stream>>>(
+      meeting, reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(source), words, to + done, source + done,
+      static_cast<int>(bytes - done));
+  return Launched();
+}
+
+const char* LaunchBarrier(const Meeting& meeting, int barrier, cudaStream_t stream) {
+  Barrier<<<1, kThreads, 0, stream>>>(meeting, barrier);
+  return Launched();
+}
+
+const char* LaunchLeave(const Meeting& meeting, cudaStream_t stream) {
+  Leave<<<1, 1, 0, stream>>>(meeting);
+  return Launched();
+}
+
+}  // namespace mok::cuda

@@ -1,0 +1,37 @@
+// The kernels by which a call meets its peers, as the driver sees them. Each returns null or what CUDA says of
+// the launch.
+#ifndef MOK_CUDA_EXCHANGE_H_
+#define MOK_CUDA_EXCHANGE_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "arena.h"
+#include "status.h"
+
+namespace mok::cuda {
+
+struct Meeting {
+  Group group;
+  Signature signature;
+  const int32_t* place;   // the device's rank and group in the mesh
+  int32_t* call_control;  // Ring::control, whose abort flag makes the call's results NaN
+  Reports* reports;
+  uint64_t timeout_ns;
+};
+
+const char* LoadExchange();
+// The first kernel of a call, after its control words are zeroed: takes the arena.
+const char* LaunchEnter(const Meeting& meeting, cudaStream_t stream);
+// Copies one array to `offset` in this rank's arena, unless the call has failed.
+const char* LaunchStage(const Meeting& meeting, int64_t offset, const void* from, int64_t bytes, int sms,
+                        cudaStream_t stream);
+// Waits until every rank of the group has come here with the same call, or for timeout_ns.
+const char* LaunchBarrier(const Meeting& meeting, int barrier, cudaStream_t stream);
+// The last kernel of a call: gives the arena back.
+const char* LaunchLeave(const Meeting& meeting, cudaStream_t stream);
+
+}  // namespace mok::cuda
+
+#endif  // MOK_CUDA_EXCHANGE_H_

@@ -1,0 +1,225 @@
+"""Peer tables as far as they need no GPU: groups of a mesh, what `moe` finds, what `initialize` refuses, and the
+exchange between processes over a store. The arenas themselves: test_cuda_peers.py."""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import threading
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+from cases import MESHES, mesh_of
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mok_jax import MoKConfig, distributed, ops
+from mok_jax.placement import place
+
+SIZES = dict(tokens=16, hidden=8, top_k=2)
+
+
+@pytest.fixture(autouse=True)
+def no_tables(monkeypatch):
+    monkeypatch.setattr(distributed, "_tables", [])
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_groups_are_numbered_as_the_devices_number_themselves(name):
+    mesh = mesh_of(name)
+    placement = place(mesh, [], "expert", None)
+    index = jax.shard_map(
+        lambda: placement.index()[None], mesh=mesh, in_specs=(), out_specs=P(mesh.axis_names), check_vma=False
+    )
+    places = {}
+    for shard in jax.jit(index)().addressable_shards:
+        places[shard.device.id] = tuple(int(v) for v in np.asarray(shard.data)[0])
+    for number, group in enumerate(distributed.groups_of(mesh, "expert")):
+        for rank, device in enumerate(group):
+            assert places[device.id] == (rank, number)
+
+
+def test_a_mesh_without_the_axis_has_groups_of_one():
+    assert distributed.groups_of(jax.make_mesh((4,), ("data",)), "expert").shape == (4, 1)
+
+
+def table_of(mesh, **changes):
+    devices = tuple(device.id for device in mesh.devices.flat)
+    return dataclasses.replace(distributed.Table(5, "pointers", mesh.shape_tuple, "expert", devices, 1000), **changes)
+
+
+def test_the_latest_table_that_is_large_enough_is_found():
+    mesh = mesh_of("d2_e4")
+    distributed._tables += [table_of(mesh), table_of(mesh, id=7, bytes=2000), table_of(mesh, id=9, bytes=500)]
+    for where in (mesh, mesh.abstract_mesh):
+        assert distributed.find(where, "expert", 400).id == 9
+        assert distributed.find(where, "expert", 1500).id == 7
+        assert distributed.find(where, "expert", 2500) is None
+        assert distributed.find(where, "data", 400) is None
+        assert distributed.why_not(where, 4) is None
+    assert distributed.find(mesh_of("e2_d4"), "expert", 400) is None
+    assert "no peer buffers" in distributed.why_not(mesh_of("e2_d4").abstract_mesh, 2)
+
+
+def test_another_order_of_the_devices_is_refused():
+    mesh = mesh_of("d2_e4")
+    distributed._tables.append(table_of(mesh))
+    turned = Mesh(mesh.devices[::-1], mesh.axis_names)
+    with pytest.raises(ValueError, match=r"moe: the mesh must have its devices in the order \[0, 1, .* got \[4, 5"):
+        distributed.find(turned, "expert", 1000)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "options"),
+    [
+        (TypeError, "mesh must be a concrete", dict(mesh=None)),
+        (ValueError, "way must be one of .* got 'nccl2'", dict(way="nccl2")),
+        (ValueError, "hidden must be an integer >= 1, got 0", dict(hidden=0)),
+        (ValueError, "tokens must be an integer >= 1, got 1.5", dict(tokens=1.5)),
+        (ValueError, "mesh must have CUDA devices, these are cpu", {}),
+    ],
+)
+def test_what_initialize_refuses(error, text, options):
+    mesh = options.pop("mesh", mesh_of("d2_e4"))
+    with pytest.raises(error, match=f"distributed.initialize: {text}"):
+        distributed.initialize(mesh, **SIZES | options)
+
+
+# ---- several processes, as threads ----
+
+
+class Store:
+    """What jax.distributed's client does with keys; a key is set once."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set_bytes(self, key, value):
+        assert key not in self.values, key
+        self.values[key] = value
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        for _ in range(milliseconds):
+            if key in self.values:
+                return self.values[key]
+            time.sleep(1e-3)
+        raise RuntimeError("DEADLINE_EXCEEDED")
+
+
+class Memory:
+    """The module's functions about arenas, of one process among several."""
+
+    def __init__(self, process, shared):
+        self.process, self.shared, self.tables, self.freed, self.closed = process, shared, {}, [], []
+        self.addresses = itertools.count(1000 * (process + 1), 100)
+
+    def reach(self, ordinal, peer):
+        return self.shared.get("unreachable", "")
+
+    def open_device(self, ordinal):
+        pass
+
+    def arena_allocate(self, ordinal, size):
+        if self.shared.get("full") == self.process:
+            raise RuntimeError("allocating an arena: out of memory")
+        return next(self.addresses)
+
+    def arena_export(self, ordinal, address):
+        return repr(address).encode()
+
+    def arena_import(self, ordinal, handle):
+        return 10**6 + int(handle)
+
+    def arena_free(self, ordinal, address):
+        self.freed.append(address)
+
+    def arena_close(self, ordinal, address):
+        self.closed.append(address)
+
+    def set_table(self, table, ordinal, group, rank, size, arenas):
+        self.tables[table, ordinal] = (group, rank, size, arenas)
+
+    def remove_table(self, table):
+        self.tables = {key: value for key, value in self.tables.items() if key[0] != table}
+
+
+def processes(monkeypatch, shape, axes, count, shared=None):
+    """Runs `_build` in `count` processes of equally many devices; their results or errors, and memories."""
+    devices = [
+        types.SimpleNamespace(
+            id=i, process_index=i // (np.prod(shape) // count), local_hardware_id=i % (np.prod(shape) // count)
+        )
+        for i in range(np.prod(shape))
+    ]
+    grid = np.array(devices, object).reshape(shape)
+    mesh = types.SimpleNamespace(devices=grid, axis_names=axes, shape_tuple=tuple(zip(axes, shape, strict=True)))
+    store, me = Store(), threading.local()
+    monkeypatch.setattr(distributed, "_client", lambda: store)
+    monkeypatch.setattr(jax, "process_index", lambda: me.process)
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setattr(distributed, "_serial", itertools.repeat(0))
+    memories = [Memory(process, shared or {}) for process in range(count)]
+
+    def build(process):
+        me.process = process
+        try:
+            groups = distributed.groups_of(mesh, "expert")
+            return distributed._build(memories[process], mesh, groups, "expert", 4096, None, 5.0)
+        except RuntimeError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(build, range(count))), memories
+
+
+def test_every_rank_gets_its_own_way_to_each_arena_of_its_group(monkeypatch):
+    tables, memories = processes(monkeypatch, (2, 4), ("expert", "data"), 2)
+    assert [table.way for table in tables] == ["ipc", "ipc"] and tables[0].id == tables[1].id
+    # Rank 0 of each group is in process 0, rank 1 in process 1, on the device of the group's number.
+    for process, memory in enumerate(memories):
+        for ordinal in range(4):
+            group, rank, size, arenas = memory.tables[tables[0].id, ordinal]
+            assert (group, rank, size) == (ordinal, process, 4096)
+            own, other = 1000 * (process + 1) + 100 * ordinal, 1000 * (2 - process) + 100 * ordinal
+            assert arenas[rank] == own and arenas[1 - rank] == 10**6 + other
+
+
+def test_one_process_uses_raw_pointers(monkeypatch):
+    (table,), (memory,) = processes(monkeypatch, (4,), ("expert",), 1)
+    assert table.way == "pointers" and not table.imported
+    assert [value[3] for value in memory.tables.values()] == [[1000, 1100, 1200, 1300]] * 4
+
+
+@pytest.mark.parametrize(
+    ("shared", "reason"),
+    [
+        ({"full": 1}, "process 1: allocating an arena: out of memory"),
+        ({"unreachable": "device 0 cannot access device 1"}, "process 0: device 0 cannot access device 1"),
+    ],
+)
+def test_a_failure_of_one_process_is_every_process_s_error(monkeypatch, shared, reason):
+    errors, memories = processes(monkeypatch, (4,), ("expert",), 2, shared)
+    assert errors == [f'distributed.initialize: {reason}; use implementation="xla" over these devices'] * 2
+    for memory in memories:
+        assert not memory.tables
+        assert len(memory.freed) == len({*memory.freed})
+    assert len(memories[0].freed) == (2 if "full" in shared else 0)
+
+
+def test_the_formula_of_an_arena():
+    dims = ops.Dims(
+        **SIZES,
+        intermediate=16,
+        shared_intermediate=0,
+        local_experts=1,
+        ranks=4,
+        dtype=np.dtype("float32"),
+        config=MoKConfig(),
+        implementation="cuda",
+        gpu=ops.Gpu((9, 0), None),
+        table=1,
+    )
+    parts = [16 * 8 * 4, 16 * 8 * 4, 16 * 2 * 4, 16 * 2 * 4, 16 * 2 * 8 * 4, 16 * 2 * 4]
+    assert dims.arena_bytes() == 16384 + sum(-(-part // 256) * 256 for part in parts)
