@@ -190,9 +190,8 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
                       ffi::RemainingRets results, const Tiles& tiles) {
   Decoded decoded{};
   const bool backward = direction == Direction::kBackward, mxfp8 = call.mxfp8 != 0;
-  // MXFP8: the routed weights' scales, and for the input gradient values and scales of its own.
-  const size_t more = !mxfp8 ? 0 : backward ? 9 : 3;
-  if (arguments.size() != (backward ? 19 : 10) + more || results.size() != (backward ? 9 : 10)) {
+  const bool for_gradient = mxfp8 && backward;  // the input gradient has weights of its own
+  if (arguments.size() != (for_gradient ? 22 : backward ? 19 : 10) || results.size() != (backward ? 9 : 10)) {
     decoded.complaint = "mok_jax: this module and mok_jax/ops.py are of different versions; reinstall mok_jax";
     return decoded;
   }
@@ -204,8 +203,10 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   const ffi::AnyBuffer x = buffers.Argument(), ids = buffers.Argument(), router_weights = buffers.Argument();
   ffi::AnyBuffer weights[6] = {buffers.Argument(), buffers.Argument(), buffers.Argument(),
                                buffers.Argument(), buffers.Argument(), buffers.Argument()};
-  std::vector<ffi::AnyBuffer> quantized;
-  for (size_t i = 0; i < more; ++i) quantized.push_back(buffers.Argument());
+  ffi::AnyBuffer gradient_weights[3] = {weights[0], weights[1], weights[2]};
+  if (for_gradient) {
+    for (ffi::AnyBuffer& weight : gradient_weights) weight = buffers.Argument();
+  }
   const std::optional<ScalarType> type = TypeOf(x);
   if (!type) return decoded.complaint = "mok_jax: x must be float32, float64 or bfloat16", decoded;
   if (mxfp8 && type != ScalarType::kBFloat16)
@@ -255,18 +256,11 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   static constexpr const char* kWeights[6] = {"w_gate",        "w_up",        "w_down",
                                               "shared w_gate", "shared w_up", "shared w_down"};
   for (int i = 0; i < 6; ++i) {
-    const ffi::DataType of = mxfp8 && i < 3 ? ffi::DataType::U8 : storage;
-    buffers.Check(kWeights[i], weights[i], of, i < 3 ? copies * expert_elements : shared_elements);
+    buffers.Check(kWeights[i], weights[i], storage, i < 3 ? copies * expert_elements : shared_elements);
   }
-  // Of one rank: e8m0 along a weight's rows (forward) and along its columns (input gradient).
-  const auto scale_elements = [&](int i, bool along_rows) {
-    const int64_t rows = i == 2 ? d.intermediate : d.hidden, columns = i == 2 ? d.hidden : d.intermediate;
-    return d.local_experts * (along_rows ? CeilDiv(rows, kMxBlock) * columns : rows * CeilDiv(columns, kMxBlock));
-  };
-  for (size_t i = 0; i < more; ++i) {
-    const bool values = i / 3 == 1;
-    buffers.Check((std::string(kWeights[i % 3]) + (values ? " for the gradient" : " scales")).c_str(), quantized[i],
-                  ffi::DataType::U8, copies * (values ? expert_elements : scale_elements(i % 3, i < 3)));
+  for (int i = 0; i < 3; ++i) {
+    buffers.Check((std::string(kWeights[i]) + " for the gradient").c_str(), gradient_weights[i],
+                  storage, copies * expert_elements);
   }
 
   Schedule schedule{};
@@ -317,33 +311,22 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
     p.x = At(x.untyped_data(), v * d.tokens * d.hidden, s);
     p.router_weights = At(router_weights.untyped_data(), v * d.Routes(), w);
     p.d_y = d_y ? At(d_y->untyped_data(), v * d.tokens * d.hidden, s) : nullptr;
-    const auto operand = [&](int i) {
-      const bool routed = i < 3, down = i % 3 == 2;
-      const int64_t width = routed ? d.intermediate : d.shared_intermediate;
-      return WeightOperand{At(weights[i].untyped_data(), routed ? v * expert_elements : 0, s), nullptr,
-                           down ? d.hidden : width};
+    const auto operands = [&](const ffi::AnyBuffer* of, const ffi::AnyBuffer* of_gradient, int64_t width, int64_t at) {
+      const auto operand = [&](const ffi::AnyBuffer& weight, int64_t pitch) {
+        return WeightOperand{At(weight.untyped_data(), at, s), pitch};
+      };
+      return Weights{operand(of[0], width),
+                     operand(of[1], width),
+                     operand(of[2], d.hidden),
+                     operand(of_gradient[0], width),
+                     operand(of_gradient[1], width),
+                     operand(of_gradient[2], d.hidden),
+                     nullptr,
+                     nullptr,
+                     nullptr};
     };
-    // scales: which of the quantized buffers they are.
-    const auto mx_operand = [&](const ffi::AnyBuffer& values, int scales) {
-      const int i = scales % 3;
-      return WeightOperand{
-          At(values.untyped_data(), v * expert_elements, 1),
-          static_cast<const uint8_t*>(At(quantized[scales].untyped_data(), v * scale_elements(i, scales < 3), 1)),
-          i == 2 ? d.hidden : d.intermediate};
-    };
-    if (mxfp8) {
-      p.routed.gate = mx_operand(weights[0], 0);
-      p.routed.up = mx_operand(weights[1], 1);
-      p.routed.down = mx_operand(weights[2], 2);
-      if (backward) {
-        p.routed.gate_for_gradient = mx_operand(quantized[3], 6);
-        p.routed.up_for_gradient = mx_operand(quantized[4], 7);
-        p.routed.down_for_gradient = mx_operand(quantized[5], 8);
-      }
-    } else {
-      p.routed = {operand(0), operand(1), operand(2), operand(0), operand(1), operand(2), nullptr, nullptr, nullptr};
-    }
-    p.shared = {operand(3), operand(4), operand(5), operand(3), operand(4), operand(5), nullptr, nullptr, nullptr};
+    p.routed = operands(weights, gradient_weights, d.intermediate, v * expert_elements);
+    p.shared = operands(weights + 3, weights + 3, d.shared_intermediate, 0);
     p.schedule = {schedule.row_source + v * d.capacity, schedule.row_offset + v * (d.local_experts + 1),
                   schedule.row_count + v * d.local_experts};
     p.context = {At(context.x, v * d.macrobatch * d.hidden, s), At(context.gate, v * d.macrobatch * d.intermediate, s),

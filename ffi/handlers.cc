@@ -154,24 +154,21 @@ py::tuple ListTasks(const Plan& d, const Pass& pass, py::array_t<int32_t, py::ar
   return py::make_tuple(communication, compute, expected);
 }
 
-// The codec of numerics.h over the rows of a matrix of bfloat16 bits: e4m3 values, e8m0 scales, and the rows
+// The codec of numerics.h over the rows of a matrix of bfloat16 bits: the rows as they travel, MxRowBytes each, and
 // rounded to MXFP8 as bfloat16 bits.
 py::tuple QuantizeMxfp8(py::array_t<uint16_t, py::array::c_style> rows) {
-  const py::ssize_t count = rows.shape(0), n = rows.shape(1), blocks = CeilDiv(n, kMxBlock);
-  py::array_t<uint8_t> values({count, n}), scales({count, blocks});
+  const py::ssize_t count = rows.shape(0), n = rows.shape(1);
+  py::array_t<uint8_t> travelling({count, static_cast<py::ssize_t>(MxRowBytes(n))});
   py::array_t<uint16_t> rounded({count, n});
   const auto* from = reinterpret_cast<const BFloat16*>(rows.data());
   auto* to = reinterpret_cast<BFloat16*>(rounded.mutable_data());
   std::memcpy(to, from, count * n * sizeof(BFloat16));
+  std::memset(travelling.mutable_data(), 0, travelling.size());
   for (py::ssize_t r = 0; r < count; ++r) {
-    for (py::ssize_t c = 0; c < n; ++c) {
-      uint8_t& scale = scales.mutable_data()[r * blocks + c / kMxBlock];
-      if (c % kMxBlock == 0) scale = host::MxScaleOf(from + r * n + c, Min(kMxBlock, n - c));
-      values.mutable_data()[r * n + c] = ToE4M3(ToFloat(from[r * n + c]) * MxInverse(scale));
-    }
+    host::ToMx(from + r * n, n, travelling.mutable_data(r, 0));
     host::RoundToMx(to + r * n, n);
   }
-  return py::make_tuple(values, scales, rounded);
+  return py::make_tuple(travelling, rounded);
 }
 
 // e4m3 of each float, and the float of each e4m3.

@@ -64,6 +64,17 @@ struct Numerics<BFloat16> {
 
 inline constexpr int64_t kMxBlock = 32;
 
+// A row as it travels: chunks of 1024 values, each chunk its 32 scales and then its values. The last one has as
+// many values as are left, up to a multiple of 16 bytes, and 32 scales none the less.
+inline constexpr int64_t kMxChunk = 1024, kMxChunkBytes = kMxChunk / kMxBlock + kMxChunk;
+MOK_HD inline int64_t MxRowBytes(int64_t n) {
+  return (n + kMxChunk - 1) / kMxChunk * (kMxChunkBytes - kMxChunk) + (n + 15) / 16 * 16;
+}
+MOK_HD inline int64_t MxScaleAt(int64_t i) { return i / kMxChunk * kMxChunkBytes + i % kMxChunk / kMxBlock; }
+MOK_HD inline int64_t MxValueAt(int64_t i) {
+  return i / kMxChunk * kMxChunkBytes + kMxChunk / kMxBlock + i % kMxChunk;
+}
+
 // From FloatBits(amax), without the sign: a maximum over the bits finds infinities and NaNs too.
 MOK_HD inline uint8_t MxScale(uint32_t amax) {
   constexpr uint32_t kInfinity = 0x7f800000u, kBeyond448 = 0x001fffffu;  // a significand above 1.75 carries

@@ -45,13 +45,11 @@ struct Pass {
 };
 
 // A weight [experts, rows, pitch] as one GEMM reads it. The input gradient has an operand of its own, because
-// MXFP8 scales run along the contraction, which there are the columns and in the forward pass the rows; without
-// them both are the same.
+// MXFP8 rounds along the contraction, which there are the columns and in the forward pass the rows; otherwise both
+// are the same.
 struct WeightOperand {
-  const void* values;  // S; with scales e4m3
-  const uint8_t*
-      scales;     // null, or e8m0 [experts, rows / 32, pitch], of the input gradient [experts, rows, pitch / 32]
-  int64_t pitch;  // elements from one row to the next
+  const void* values;  // S, MXFP8 values too, which it holds exactly
+  int64_t pitch;       // elements from one row to the next
 };
 
 struct Weights {
@@ -72,11 +70,11 @@ struct Gradients {
   Gradient gate, up, down;
 };
 
-// What one rank shows its peers (with MXFP8 the staged x and dy): frozen while the kernel runs, but for the return
-// window, whose slots each have one writer.
+// What one rank shows its peers: frozen while the kernel runs, but for the return window, whose slots each have
+// one writer.
 struct Peer {
-  const void* x;               // S [T, H]
-  const void* d_y;             // S [T, H], backward
+  const void* x;               // S [T, H]; MXFP8: T rows of MxRowBytes(H)
+  const void* d_y;             // likewise, backward
   const void* router_weights;  // W [T, K]
   void* returned;              // S [T*K, H]: o in the forward pass, dx in the backward pass
   void* returned_d_weights;    // W [T*K], backward
@@ -118,8 +116,8 @@ struct Ring {
   void* shared_up;            // S [T, I_s]
   void* shared_d_gate;        // S [T, I_s]         backward
   void* shared_d_up;          // S [T, I_s]
-  void* staged_x;             // S [T, H]           MXFP8: x rounded to it, for this rank and its peers
-  void* staged_d_y;           // S [T, H]           likewise, backward
+  void* staged_x;             // T MxRowBytes(H)    MXFP8: x as this rank and its peers pull it
+  void* staged_d_y;           // T MxRowBytes(H)    likewise, backward
   void* carry;                // W [3, H*I]         weight gradient of the expert that straddles two macrobatches
   void* returned;             // S [T*K, H]         the return window, written by peers
   void* returned_d_weights;   // W [T*K]
@@ -153,6 +151,12 @@ struct Params {
   void* d_router_weights;  // W [T, K]
   Gradients d_routed, d_shared;
 };
+
+inline Peer PeerOf(const Params& p) {
+  const bool mxfp8 = p.pass.mxfp8;
+  return {mxfp8 ? p.ring.staged_x : p.x, mxfp8 ? p.ring.staged_d_y : p.d_y, p.router_weights, p.ring.returned,
+          p.ring.returned_d_weights};
+}
 
 }  // namespace mok
 

@@ -23,7 +23,7 @@ class MoKConfig:
         up projection to [-limit, limit]; the gradient is zero where a value lies outside.
       precision: None multiplies in x's dtype. "mxfp8", for a bfloat16 x: the routed experts multiply
         values of eight bits with a scale for each 32 (e4m3, e8m0), in the forward pass and the input
-        gradient; `mok_jax.mxfp8_reference` is the definition. "cuda" does not have it yet.
+        gradient; `mok_jax.mxfp8_reference` is the definition.
       row_tile: rows of one tile, a multiple of 8; each expert's rows are padded to it. None takes
         the implementation's own, 128. "cuda" has no other.
       minibatch: rows that become ready for the expert FFN at a time, a multiple of the row tile.

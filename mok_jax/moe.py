@@ -89,7 +89,7 @@ def moe(
     Raises:
       TypeError: a wrong dtype.
       ValueError: a wrong rank, size, name or mesh.
-      NotImplementedError: `vmap` across ranks; second derivatives of "cuda", "host" and MXFP8; MXFP8 in "cuda".
+      NotImplementedError: `vmap` across ranks; second derivatives of "cuda", "host" and MXFP8.
 
     Example:
       >>> import jax, jax.numpy as jnp, mok_jax
@@ -121,12 +121,7 @@ def moe(
     _check_arguments(arrays, placement, config)
     for name, value in quantized.items():
         _check_quantized(name, value, config)
-    if implementation == "cuda" and config.precision is not None:
-        raise NotImplementedError(
-            f'moe: precision="{config.precision}" is not built yet for implementation "cuda"; use "xla", or leave '
-            "precision out"
-        )
-    chosen = choose_implementation(implementation, placement.mesh, placement.ranks, arrays["x"].dtype, config.precision)
+    chosen = choose_implementation(implementation, placement.mesh, placement.ranks, arrays["x"].dtype)
     x, ids, weights, *matrices = list(arrays.values())
     experts = tuple(
         quantized[name]._replace(weight=arrays[name]) if name in quantized else arrays[name]
@@ -221,10 +216,14 @@ def _check_quantized(name: str, value: Mxfp8Weight, config: MoKConfig) -> None:
         scales[axis] = -(-scales[axis] // BLOCK)
         wanted = f"float8_e4m3fn{list(weight.shape)} along axis {axis} with scales uint8{scales}"
         q = getattr(value, part)
-        found = f"{show(q.values)} along axis {q.axis} with scales {show(q.scales)}" if isinstance(q, Mxfp8) else q
-        if found != wanted:
-            got = found if isinstance(found, str) else describe(found)
-            raise ValueError(f"moe: {name}.{part} must be {wanted}, got {got}; use quantize_weight")
+        if isinstance(q, Mxfp8):
+            found = f"{show(q.values)} along axis {q.axis} with scales {show(q.scales)}"
+        else:
+            found = describe(q)
+        if found not in (wanted, f"bfloat16{list(weight.shape)}"):
+            raise ValueError(
+                f"moe: {name}.{part} must be {wanted}, or their bfloat16 values, got {found}; use quantize_weight"
+            )
 
 
 def _source(name: str, axis: str) -> str:
@@ -259,7 +258,6 @@ def choose_implementation(
     mesh: AnyMesh | None = None,
     ranks: int = 1,
     dtype: Any = None,
-    precision: str | None = None,
 ) -> str:
     """The implementation that `moe` runs on these devices; a named one is returned or refused.
 
@@ -268,7 +266,6 @@ def choose_implementation(
       mesh: the mesh of the call; None for `jax_default_device`, else the default backend.
       ranks: the size of its expert axis.
       dtype: of x, for None; None leaves it out of account.
-      precision: as in `MoKConfig`, for None.
 
     Raises:
       TypeError, ValueError: an unknown name, or one that the devices do not allow.
@@ -284,7 +281,7 @@ def choose_implementation(
         return implementation
     refused: list[tuple[str, str]] = []
     for name in IMPLEMENTATIONS:
-        reason = why_not(name, mesh, ranks, dtype, precision)
+        reason = why_not(name, mesh, ranks, dtype)
         if reason is None:
             logger.debug("moe runs %r%s", name, "".join(f"; {other}: {why}" for other, why in refused))
             return name
@@ -297,15 +294,13 @@ def why_not(
     mesh: AnyMesh | None = None,
     ranks: int = 1,
     dtype: Any = None,
-    precision: str | None = None,
 ) -> str | None:
     """Why an implementation cannot run on the devices of `mesh`, or None where it can."""
     if implementation not in ("cuda", "host"):
         return None
     platform, processes = _platform(mesh)
     if implementation == "cuda":
-        reason = _why_not_cuda(platform, mesh, ranks, dtype)
-        return f'it has no precision="{precision}" yet' if reason is None and precision is not None else reason
+        return _why_not_cuda(platform, mesh, ranks, dtype)
     if platform != "cpu":
         return f"it needs CPU devices, these are {platform}"
     if processes > 1:

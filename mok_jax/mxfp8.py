@@ -121,17 +121,27 @@ class Mxfp8Weight(NamedTuple):
 
     Attributes:
       weight: the parameter itself, which gets the gradient; its values are not read.
-      forward: quantised along `in`, which the forward pass contracts.
-      backward: quantised along `out`, which the input gradient contracts.
+      forward: quantised along `in`, which the forward pass contracts; or the same values as bfloat16.
+      backward: quantised along `out`, which the input gradient contracts; likewise.
     """
 
     weight: jax.Array
-    forward: Mxfp8
-    backward: Mxfp8
+    forward: Mxfp8 | jax.Array
+    backward: Mxfp8 | jax.Array
+
+    def dequantize(self) -> "Mxfp8Weight":
+        """With the same values as bfloat16: four bytes an element instead of two, which "cuda" and "host", whose
+        products take bfloat16, then need not make in every call."""
+        return self._replace(forward=dequantized(self.forward), backward=dequantized(self.backward))
+
+
+def dequantized(q: Mxfp8 | jax.Array) -> jax.Array:
+    """The values of `forward` or `backward` of an `Mxfp8Weight`, as bfloat16."""
+    return q.dequantize() if isinstance(q, Mxfp8) else q
 
 
 def quantize_weight(w: jax.Array) -> Mxfp8Weight:
-    """`w` with its MXFP8 values for both passes, which `moe` takes in place of `w`.
+    """`w` with its MXFP8 values for both passes, which `moe` takes in place of `w`, or what `dequantize` makes of it.
 
     The gradient passes straight through to `w`, as if it had not been quantised. To quantise once for several
     calls (an optimiser step of many microbatches), do it outside of the loss and put the differentiated parameter

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mok_jax.mxfp8 import quantize_mxfp8
+from mok_jax.mxfp8 import dequantized, quantize_mxfp8
 from mok_jax.reference import HIGHEST, accumulation_dtype, expert_ffn, no_derivative, straight_through, swiglu
 
 
@@ -67,7 +67,7 @@ def quantized_ffn(products, limit, rows, weights, groups, experts):
 
 
 def _ffn(products, limit, rows, groups, experts):
-    gate, up, down = (weight.forward.dequantize() for weight in experts)
+    gate, up, down = (dequantized(weight.forward) for weight in experts)
     gate = _round(products.dot(rows, gate, groups))
     up = _round(products.dot(rows, up, groups))
     return _round(products.dot(_activation(gate, up, limit), down, groups)), gate, up
@@ -94,7 +94,7 @@ def _quantized_ffn_backward(products, limit, residuals, d_out):
 
 def _input_and_weight_gradients(products, limit, residuals, d_out):
     rows, weights, groups, experts, gate, up = residuals
-    w_gate, w_up, w_down = (weight.backward.dequantize().swapaxes(-1, -2) for weight in experts)
+    w_gate, w_up, w_down = (dequantized(weight.backward).swapaxes(-1, -2) for weight in experts)
     weights = weights[:, None]
     h = _activation(gate, up, limit)
     d_h = products.dot(d_out, w_down, groups)

@@ -25,7 +25,7 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from mok_jax.config import DEFAULT_BARRIER_TIMEOUT_SECONDS, MoKConfig, check_multiple
-from mok_jax.mxfp8 import Mxfp8Weight
+from mok_jax.mxfp8 import Mxfp8Weight, dequantized
 from mok_jax.reference import accumulation_dtype, no_derivative
 
 TARGETS = ("mok_forward", "mok_backward", "mok_forward_peers", "mok_backward_peers")
@@ -411,25 +411,23 @@ def _bits(weights_wanted) -> int:
     )
 
 
-def _operands(x, weights, quantized, backward: bool):
+def _operands(dims: Dims, x, weights, quantized, backward: bool):
     """What a call reads of the weights, in its order.
 
     The six weights in x's dtype; the shared ones of width 0 where there is no shared expert. With MXFP8 the routed
-    ones are values of the forward pass, followed by their scales, in the backward pass also by values and scales of
-    the input gradient.
+    ones have the values of the forward pass, and in the backward pass three more follow, of the input gradient.
     """
+    rounded = [w.astype(x.dtype) for w in weights[0 if not quantized else 3 :]]
     if not quantized:
-        return [w.astype(x.dtype) for w in weights]
+        return rounded
     along_rows, along_columns = zip(*quantized, strict=True)
-
-    def values(pairs):
-        # As bytes, so that a handler needs to know no more dtypes.
-        return [lax.bitcast_convert_type(q.values, jnp.uint8) for q in pairs]
-
-    operands = [*values(along_rows), *(w.astype(x.dtype) for w in weights[3:]), *(q.scales for q in along_rows)]
-    if backward:
-        operands += [*values(along_columns), *(q.scales for q in along_columns)]
-    return operands
+    if not backward:
+        return [*map(dequantized, along_rows), *rounded]
+    gate, up, down = map(dequantized, along_columns)
+    plan = dims.plan()
+    if dims.config.save_context and plan.macrobatch >= plan.capacity:
+        return [gate, up, down, *rounded, gate, up, down]  # nothing is computed again: no forward weight is read
+    return [*map(dequantized, along_rows[:2]), down, *rounded, gate, up, down]
 
 
 def moe_ffi(dims: Dims, place, x, ids, router_weights, experts, shared):
@@ -452,7 +450,7 @@ def moe_ffi(dims: Dims, place, x, ids, router_weights, experts, shared):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _moe_ffi(dims, place, x, ids, router_weights, weights, quantized):
-    operands = _operands(x, weights, quantized, False)
+    operands = _operands(dims, x, weights, quantized, False)
     return forward(dims, place, x, ids, router_weights, operands, context=False)[0]
 
 
@@ -461,7 +459,7 @@ def _moe_ffi_forward(dims, place, x, ids, router_weights, weights, quantized):
     arguments = (place, x, ids, router_weights, weights, quantized)
     arguments = jax.tree.map(lambda a: a.value, arguments, is_leaf=lambda a: hasattr(a, "perturbed"))
     place, x, ids, router_weights, weights, quantized = arguments
-    operands = _operands(x, weights, quantized, False)
+    operands = _operands(dims, x, weights, quantized, False)
     y, residuals = forward(dims, place, x, ids, router_weights, operands, context=dims.config.save_context)
     schedule = (checkpoint_name(a, "mok_schedule") for a in residuals[:3])
     context = (checkpoint_name(a, "mok_context") for a in residuals[3:])
@@ -486,7 +484,7 @@ def _moe_ffi_backward(dims, saved, d_y):
         x,
         ids,
         router_weights,
-        _operands(x, weights, quantized, True),
+        _operands(dims, x, weights, quantized, True),
         residuals,
         context=dims.config.save_context,
         gradients=_bits(wanted),

@@ -113,6 +113,9 @@ def test_bad_input_ends_the_command_with_one_line():
             "--experts 6 --mesh 2x4", "--experts must be a multiple of 4, the mesh's expert axis, got 6", id="experts"
         ),
         pytest.param("--top-k 9", "--top-k must be at most --experts 8, got 9", id="top-k"),
+        pytest.param(
+            "--precision fp8", "--precision must be one of float32, bfloat16, mxfp8, got 'fp8'", id="precision"
+        ),
         pytest.param("--learning-rate nan", "--learning-rate must be a finite number > 0, got nan", id="rate"),
         pytest.param(
             "--implementation fast",

@@ -250,12 +250,12 @@ def test_quantised_weights_over_a_mesh(implementation):
 # ---- weights quantised by the caller ----
 
 
-def from_quantised(case, implementation, given=None, **options):
+def from_quantised(case, implementation, given=None, quantize=mok_jax.quantize_weight, **options):
     """As `run`, of experts quantised outside of what is differentiated."""
 
     @jax.jit
     def results(case, given):
-        cached = tuple(mok_jax.quantize_weight(w) for w in given)
+        cached = tuple(quantize(w) for w in given)
 
         def layer(case):
             experts = [q._replace(weight=w) for q, w in zip(cached, case[3:6], strict=True)]
@@ -268,11 +268,16 @@ def from_quantised(case, implementation, given=None, **options):
     return jax.device_get(results(case, case[3:6] if given is None else given))
 
 
+QUANTIZE = {"e4m3": mok_jax.quantize_weight, "bfloat16": lambda w: mok_jax.quantize_weight(w).dequantize()}
+
+
 @implementations
 @dtypes
-def test_weights_quantised_once_give_the_same_bits(implementation, dtype):
+@pytest.mark.parametrize("quantize", QUANTIZE.values(), ids=QUANTIZE)
+def test_weights_quantised_once_give_the_same_bits(implementation, dtype, quantize):
     case = make_case(dtype, **SMALL)
-    assert_same_bits(from_quantised(case, implementation), run(case, implementation, config=MXFP8))
+    found = from_quantised(case, implementation, quantize=quantize)
+    assert_same_bits(found, run(case, implementation, config=MXFP8))
 
 
 @implementations
@@ -366,11 +371,6 @@ def test_dtype_of_x(dtype):
     refuse(TypeError, text, call, case, "host", config=MXFP8)
 
 
-def test_cuda_does_not_have_it_yet():
-    text = 'moe: precision="mxfp8" is not built yet for implementation "cuda"; use "xla", or leave precision out'
-    refuse(NotImplementedError, text, call, make_case("bf16", **SMALL), "cuda", config=MXFP8)
-
-
 def test_quantised_weights_without_the_precision():
     case = make_case("bf16", **SMALL)
     case = case._replace(w_up=mok_jax.quantize_weight(case.w_up))
@@ -383,8 +383,8 @@ def test_quantised_along_another_axis():
     wrong = mok_jax.quantize_weight(case.w_up)
     case = case._replace(w_up=wrong._replace(forward=wrong.backward))
     text = (
-        "moe: w_up.forward must be float8_e4m3fn[6, 24, 40] along axis -2 with scales uint8[6, 1, 40], got "
-        "float8_e4m3fn[6, 24, 40] along axis -1 with scales uint8[6, 24, 2]; use quantize_weight"
+        "moe: w_up.forward must be float8_e4m3fn[6, 24, 40] along axis -2 with scales uint8[6, 1, 40], or their "
+        "bfloat16 values, got float8_e4m3fn[6, 24, 40] along axis -1 with scales uint8[6, 24, 2]; use quantize_weight"
     )
     refuse(ValueError, text, call, case, "host", config=MXFP8)
 
@@ -393,8 +393,8 @@ def test_quantised_for_one_pass_only():
     case = make_case("bf16", **SMALL)
     case = case._replace(w_down=mok_jax.quantize_weight(case.w_down)._replace(backward=None))
     text = (
-        "moe: w_down.backward must be float8_e4m3fn[6, 40, 24] along axis -1 with scales uint8[6, 40, 1], got "
-        "NoneType None; use quantize_weight"
+        "moe: w_down.backward must be float8_e4m3fn[6, 40, 24] along axis -1 with scales uint8[6, 40, 1], or their "
+        "bfloat16 values, got NoneType None; use quantize_weight"
     )
     refuse(ValueError, text, call, case, "host", config=MXFP8)
 

@@ -143,8 +143,7 @@ class Job {
   Job(std::vector<Params> ranks, std::optional<uint32_t> random_order)
       : ranks_(std::move(ranks)), random_order_(random_order) {
     for (const Params& p : ranks_) {
-      peers_.push_back({Stages<S>::RoutedX(p), Stages<S>::RoutedDY(p), p.router_weights, p.ring.returned,
-                        p.ring.returned_d_weights});
+      peers_.push_back(PeerOf(p));
       ids_.push_back(p.ids);
     }
     for (const Params& p : ranks_) stages_.emplace_back(p, peers_);

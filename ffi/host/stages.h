@@ -30,7 +30,7 @@ inline constexpr int64_t kComputeUnits = 4;
 template <typename S>
 class Stages {
   using Wide = typename Numerics<S>::Wide;
-  static constexpr bool kWidens = !std::is_same_v<S, Wide>;
+  static constexpr bool kWidens = !std::is_same_v<S, Wide>, kQuantises = std::is_same_v<S, BFloat16>;
 
  public:
   // peers: one per rank of the group, this one included.
@@ -42,7 +42,7 @@ class Stages {
       case Op::kNone: return;
       case Op::kDispatch: return Dispatch(task);
       case Op::kCombine: return Combine(task);
-      case Op::kReverseCombine: return ReverseCombine(list, task);
+      case Op::kReverseCombine: return ReverseCombine(task);
       case Op::kReverseDispatch: return ReverseDispatch(list, task);
       case Op::kGateUp: return GateUp(Routed(task), task);
       case Op::kDown: return Down(Routed(task), task);
@@ -70,22 +70,19 @@ class Stages {
     clear(p_.context.up, d_.intermediate);
   }
 
-  // MXFP8: the x (backward: and dy) of tokens [begin, end) that the routed experts of all ranks read.
+  // MXFP8: the x (backward: and dy) of tokens [begin, end) as all ranks pull it.
   void Stage(int64_t begin, int64_t end) const {
-    const auto stage = [&](const void* from, void* to) {
-      if (to == nullptr) return;
-      for (int64_t t = begin; t < end; ++t) {
-        S* row = At(to, t * d_.hidden);
-        std::memcpy(row, At(from, t * d_.hidden), d_.hidden * sizeof(S));
-        if constexpr (std::is_same_v<S, BFloat16>) RoundToMx(row, d_.hidden);
-      }
-    };
-    stage(p_.x, p_.ring.staged_x);
-    stage(p_.d_y, p_.ring.staged_d_y);
+    if constexpr (kQuantises) {
+      const auto stage = [&](const void* from, void* to) {
+        if (to == nullptr) return;
+        for (int64_t t = begin; t < end; ++t) {
+          ToMx(At(from, t * d_.hidden), d_.hidden, static_cast<uint8_t*>(to) + t * MxRowBytes(d_.hidden));
+        }
+      };
+      stage(p_.x, p_.ring.staged_x);
+      stage(p_.d_y, p_.ring.staged_d_y);
+    }
   }
-
-  static const void* RoutedX(const Params& p) { return p.pass.mxfp8 ? p.ring.staged_x : p.x; }
-  static const void* RoutedDY(const Params& p) { return p.pass.mxfp8 ? p.ring.staged_d_y : p.d_y; }
 
   // y (or dx) of tokens [begin, end): the shared part, then the slots in order; rounded once.
   void Epilogue(int64_t begin, int64_t end) const {
@@ -126,15 +123,24 @@ class Stages {
   const int32_t* Source(int64_t block) const { return p_.schedule.row_source + block * d_.row_tile; }
 
   // Where the pulled x rows of a macrobatch lie.
-  void* PulledX(const Task& task) const { return task.macrobatch == 0 && p_.pass.context ? p_.context.x : p_.ring.x; }
+  void* PulledX(const Task& task) const {
+    return d_.Exchanges() && task.macrobatch == 0 && p_.pass.context ? p_.context.x : p_.ring.x;
+  }
 
   void Pull(const Task& task, void* to, const void* Peer::* from) const {
     const int64_t n = Count(task, task.block), routes = d_.Routes();
     for (int64_t i = 0; i < n; ++i) {
       const int64_t source = Source(task.block)[i];
       const int64_t token = source % routes / d_.top_k;
-      std::memcpy(At(to, (RingRow(task, task.block) + i) * d_.hidden),
-                  At(peers_[source / routes].*from, token * d_.hidden), d_.hidden * sizeof(S));
+      const void* base = peers_[source / routes].*from;
+      S* row = At(to, (RingRow(task, task.block) + i) * d_.hidden);
+      if constexpr (kQuantises) {
+        if (p_.pass.mxfp8) {
+          FromMx(static_cast<const uint8_t*>(base) + token * MxRowBytes(d_.hidden), d_.hidden, row);
+          continue;
+        }
+      }
+      std::memcpy(row, At(base, token * d_.hidden), d_.hidden * sizeof(S));
     }
   }
 
@@ -143,9 +149,10 @@ class Stages {
     if (PulledX(task) == p_.context.x) ClearPadding(task, p_.context.x, d_.hidden);
   }
 
-  void ReverseCombine(const TaskList& list, const Task& task) const {
+  void ReverseCombine(const Task& task) const {
     Pull(task, p_.ring.d_y, &Peer::d_y);
-    if (list.Computes(task.macrobatch)) Pull(task, p_.ring.x, &Peer::x);
+    if (PulledX(task) == p_.ring.x) Pull(task, p_.ring.x, &Peer::x);
+    if (!d_.Exchanges()) return;
     const int64_t n = Count(task, task.block), routes = d_.Routes();
     for (int64_t i = 0; i < n; ++i) {
       const int64_t source = Source(task.block)[i];
@@ -207,12 +214,12 @@ class Stages {
     b.width = d_.intermediate;
     b.expert = task.expert;
     b.weights = &p_.routed;
-    if (d_.Exchanges()) {
+    if (Pulls(d_, kTiles, p_.pass)) {
       b.x = {At(PulledX(task), b.row * d_.hidden), d_.hidden};
       b.d_y = {At(p_.ring.d_y, b.row * d_.hidden), d_.hidden};
     } else {
-      b.x = {At(RoutedX(p_), 0), d_.hidden, Source(block), d_.top_k};
-      b.d_y = {At(RoutedDY(p_), 0), d_.hidden, Source(block), d_.top_k};
+      b.x = {At(p_.x, 0), d_.hidden, Source(block), d_.top_k};
+      b.d_y = {At(p_.d_y, 0), d_.hidden, Source(block), d_.top_k};
     }
     b.keeps_context = task.macrobatch == 0 && p_.pass.context;
     b.gate = b.keeps_context ? p_.context.gate : p_.ring.gate;
@@ -251,10 +258,10 @@ class Stages {
     const Wide* x = Widen(b.x, n, 0, d_.hidden, Slot::kLeft, &pitch);
     Wide* gate = Scratch<Wide>(Slot::kFirst, n * columns);
     Wide* up = Scratch<Wide>(Slot::kSecond, n * columns);
-    const Factor gate_weight{b.weights->gate, b.expert, d_.hidden, first, Transpose::kNo};
-    const Factor up_weight{b.weights->up, b.expert, d_.hidden, first, Transpose::kNo};
-    Multiply(x, pitch, gate_weight, gate, n, columns, d_.hidden, false);
-    Multiply(x, pitch, up_weight, up, n, columns, d_.hidden, false);
+    Multiply(x, pitch, Operand(b.weights->gate, b.expert, d_.hidden) + first, b.weights->gate.pitch, Transpose::kNo,
+             gate, n, columns, d_.hidden, false);
+    Multiply(x, pitch, Operand(b.weights->up, b.expert, d_.hidden) + first, b.weights->up.pitch, Transpose::kNo, up, n,
+             columns, d_.hidden, false);
     Wide* sigmoid = Scratch<Wide>(Slot::kRow, columns);
     for (int64_t i = 0; i < n; ++i) {
       const int64_t at = (b.row + i) * b.width + first;
@@ -281,8 +288,8 @@ class Stages {
     int64_t pitch;
     const Wide* h = Widen(Rows<S>{At(b.h, b.row * b.width), b.width}, b.count, 0, b.width, Slot::kLeft, &pitch);
     Wide* out = Scratch<Wide>(Slot::kFirst, b.count * columns);
-    Multiply(h, pitch, {b.weights->down, b.expert, b.width, first, Transpose::kNo}, out, b.count, columns, b.width,
-             false);
+    Multiply(h, pitch, Operand(b.weights->down, b.expert, b.width) + first, b.weights->down.pitch, Transpose::kNo, out,
+             b.count, columns, b.width, false);
     WriteOut(b, task, out, first, columns, p_.y);
   }
 
@@ -302,11 +309,12 @@ class Stages {
   // dh' = dY Wd^T; then in one pass over the tile: h again, its share of dw, dg, du and w * h.
   void DgradDown(const Block& b, const Task& task, int64_t partials) const {
     const int64_t first = task.tile * kColumns, columns = Min(kColumns, b.width - first);
+    const WeightOperand& down = b.weights->down_for_gradient;
     int64_t pitch;
     const Wide* d_y = Widen(b.d_y, b.count, 0, d_.hidden, Slot::kLeft, &pitch);
     Wide* d_h = Scratch<Wide>(Slot::kFirst, b.count * columns);
-    Multiply(d_y, pitch, {b.weights->down_for_gradient, b.expert, b.width, first, Transpose::kYes}, d_h, b.count,
-             columns, d_.hidden, false);
+    Multiply(d_y, pitch, Operand(down, b.expert, b.width) + first * down.pitch, down.pitch, Transpose::kYes, d_h,
+             b.count, columns, d_.hidden, false);
     Wide* clamped = Scratch<Wide>(Slot::kRow, 3 * columns);
     Wide *sigmoid = clamped + columns, *h = sigmoid + columns;
     for (int64_t i = 0; i < b.count; ++i) {
@@ -352,8 +360,8 @@ class Stages {
     const auto add = [&](const WeightOperand& weight, const void* d_rows, bool accumulate) {
       int64_t pitch;
       const Wide* rows = Widen(Rows<S>{At(d_rows, b.row * b.width), b.width}, b.count, 0, b.width, Slot::kLeft, &pitch);
-      Multiply(rows, pitch, {weight, b.expert, d_.hidden, first, Transpose::kYes}, out, b.count, columns, b.width,
-               accumulate);
+      Multiply(rows, pitch, Operand(weight, b.expert, d_.hidden) + first * weight.pitch, weight.pitch, Transpose::kYes,
+               out, b.count, columns, b.width, accumulate);
     };
     add(b.weights->gate_for_gradient, b.d_gate, false);
     add(b.weights->up_for_gradient, b.d_up, true);
@@ -435,37 +443,8 @@ class Stages {
 
   // ---- operands ----
 
-  // Columns [first, ...) of an expert's weight, or the transpose of its rows [first, ...).
-  struct Factor {
-    const WeightOperand& weight;
-    int64_t expert, rows, first;
-    Transpose transpose;
-
-    int64_t At(int64_t row, int64_t column) const { return (expert * rows + row) * weight.pitch + column; }
-  };
-
-  // Columns [first, first + columns) of rows [row0, row0 + n) of an expert's weight, in the accumulation dtype.
-  static const Wide* WidenWeight(const Factor& f, int64_t row0, int64_t n, int64_t first, int64_t columns,
-                                 int64_t* pitch) {
-    if (f.weight.scales == nullptr) {
-      return Widen(Rows<S>{At(f.weight.values, f.At(row0, 0)), f.weight.pitch}, n, first, columns, Slot::kConverted,
-                   pitch);
-    }
-    Wide* wide = Scratch<Wide>(Slot::kConverted, n * columns);
-    const bool along_columns = f.transpose == Transpose::kYes;
-    const int64_t row_blocks = CeilDiv(f.rows, kMxBlock), column_blocks = CeilDiv(f.weight.pitch, kMxBlock);
-    for (int64_t row = row0; row < row0 + n; ++row) {
-      const uint8_t* values = static_cast<const uint8_t*>(f.weight.values) + f.At(row, 0);
-      const uint8_t* scales =
-          f.weight.scales + (along_columns ? (f.expert * f.rows + row) * column_blocks
-                                           : (f.expert * row_blocks + row / kMxBlock) * f.weight.pitch);
-      for (int64_t c = first; c < first + columns; ++c) {
-        const uint8_t scale = scales[along_columns ? c / kMxBlock : c];
-        wide[(row - row0) * columns + c - first] = E4M3ToFloat(values[c]) * MxScaleToFloat(scale);
-      }
-    }
-    *pitch = columns;
-    return wide;
+  static const S* Operand(const WeightOperand& weight, int64_t expert, int64_t rows) {
+    return At(weight.values, expert * rows * weight.pitch);
   }
 
   // Columns [first, first + columns) of n rows in the accumulation dtype: in place where they already
@@ -486,29 +465,28 @@ class Stages {
     return wide;
   }
 
-  // out [m, n] (+)= a [m, k] b.
-  static void Multiply(const Wide* a, int64_t a_pitch, const Factor& b, Wide* out, int64_t m, int64_t n, int64_t k,
-                       bool accumulate) {
-    const bool yes = b.transpose == Transpose::kYes;
+  // out [m, n] (+)= a [m, k] op(b), b in storage dtype.
+  static void Multiply(const Wide* a, int64_t a_pitch, const S* b, int64_t b_pitch, Transpose transpose, Wide* out,
+                       int64_t m, int64_t n, int64_t k, bool accumulate) {
     if constexpr (!kWidens) {
-      Gemm(a, a_pitch, Transpose::kNo, At(b.weight.values, yes ? b.At(b.first, 0) : b.At(0, b.first)), b.weight.pitch,
-           b.transpose, out, n, m, n, k, accumulate);
+      Gemm(a, a_pitch, Transpose::kNo, b, b_pitch, transpose, out, n, m, n, k, accumulate);
     } else {
       constexpr int64_t kChunk = 256;  // of the contraction: bounds the converted copy
       if (k == 0 && !accumulate) std::memset(out, 0, m * n * sizeof(Wide));
       for (int64_t at = 0; at < k; at += kChunk) {
         const int64_t depth = Min(kChunk, k - at);
+        const bool yes = transpose == Transpose::kYes;
         int64_t pitch;
-        const Wide* wide =
-            yes ? WidenWeight(b, b.first, n, at, depth, &pitch) : WidenWeight(b, at, depth, b.first, n, &pitch);
-        Gemm(a + at, a_pitch, Transpose::kNo, wide, pitch, b.transpose, out, n, m, n, depth, accumulate || at > 0);
+        const Wide* wide = Widen(Rows<S>{b + (yes ? at : at * b_pitch), b_pitch}, yes ? n : depth, 0, yes ? depth : n,
+                                 Slot::kConverted, &pitch);
+        Gemm(a + at, a_pitch, Transpose::kNo, wide, pitch, transpose, out, n, m, n, depth, accumulate || at > 0);
       }
     }
   }
 
   // n values of a routed expert's row to MXFP8 and back in place: whole blocks, the row's last ones or not.
   void Quantize(const Block& b, S* row, int64_t n) const {
-    if constexpr (std::is_same_v<S, BFloat16>) {
+    if constexpr (kQuantises) {
       if (p_.pass.mxfp8 && b.weights == &p_.routed) RoundToMx(row, n);
     }
   }

@@ -81,17 +81,28 @@ uint8_t MxScaleOf(const S* block, int64_t n) {
   return MxScale(amax);
 }
 
-// A row to MXFP8 and back in place. bfloat16 holds every result exactly, except that what rounds to 2^128 or
-// more is infinite.
-inline void RoundToMx(BFloat16* row, int64_t n) {
+// A row as it travels, and back. bfloat16 holds every value exactly, except that 2^128 and more is infinite.
+inline void ToMx(const BFloat16* row, int64_t n, uint8_t* to) {
   for (int64_t at = 0; at < n; at += kMxBlock) {
-    BFloat16* block = row + at;
-    const int64_t count = Min(kMxBlock, n - at);
-    const uint8_t scale = MxScaleOf(block, count);
-    const float to = MxInverse(scale), from = MxScaleToFloat(scale);
-    for (int64_t i = 0; i < count; ++i) {
-      block[i] = ToBFloat16(E4M3ToFloat(ToE4M3(ToFloat(block[i]) * to)) * from);
-    }
+    const int64_t end = Min(at + kMxBlock, n);
+    const uint8_t scale = MxScaleOf(row + at, end - at);
+    to[MxScaleAt(at)] = scale;
+    for (int64_t i = at; i < end; ++i) to[MxValueAt(i)] = ToE4M3(ToFloat(row[i]) * MxInverse(scale));
+  }
+}
+inline void FromMx(const uint8_t* from, int64_t n, BFloat16* row) {
+  for (int64_t i = 0; i < n; ++i) {
+    row[i] = ToBFloat16(E4M3ToFloat(from[MxValueAt(i)]) * MxScaleToFloat(from[MxScaleAt(i)]));
+  }
+}
+
+// A row to MXFP8 and back in place.
+inline void RoundToMx(BFloat16* row, int64_t n) {
+  for (int64_t at = 0; at < n; at += kMxChunk) {
+    uint8_t chunk[kMxChunkBytes];
+    const int64_t count = Min(kMxChunk, n - at);
+    ToMx(row + at, count, chunk);
+    FromMx(chunk, count, row + at);
   }
 }
 
