@@ -259,8 +259,8 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
     buffers.Check(kWeights[i], weights[i], storage, i < 3 ? copies * expert_elements : shared_elements);
   }
   for (int i = 0; i < 3; ++i) {
-    buffers.Check((std::string(kWeights[i]) + " for the gradient").c_str(), gradient_weights[i],
-                  storage, copies * expert_elements);
+    buffers.Check((std::string(kWeights[i]) + " for the gradient").c_str(), gradient_weights[i], storage,
+                  copies * expert_elements);
   }
 
   Schedule schedule{};

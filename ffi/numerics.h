@@ -71,9 +71,7 @@ MOK_HD inline int64_t MxRowBytes(int64_t n) {
   return (n + kMxChunk - 1) / kMxChunk * (kMxChunkBytes - kMxChunk) + (n + 15) / 16 * 16;
 }
 MOK_HD inline int64_t MxScaleAt(int64_t i) { return i / kMxChunk * kMxChunkBytes + i % kMxChunk / kMxBlock; }
-MOK_HD inline int64_t MxValueAt(int64_t i) {
-  return i / kMxChunk * kMxChunkBytes + kMxChunk / kMxBlock + i % kMxChunk;
-}
+MOK_HD inline int64_t MxValueAt(int64_t i) { return i / kMxChunk * kMxChunkBytes + kMxChunk / kMxBlock + i % kMxChunk; }
 
 // From FloatBits(amax), without the sign: a maximum over the bits finds infinities and NaNs too.
 MOK_HD inline uint8_t MxScale(uint32_t amax) {

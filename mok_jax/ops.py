@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero

@@ -23,8 +23,14 @@ from jax.sharding import Mesh
 from mok_jax import MoKConfig, distributed
 
 SIZES = dict(tokens=300, hidden=136, intermediate=264, shared=72, experts=6, top_k=3)
-KERNELS = {"hopper": ("bf16", False), "portable": ("bf16", True), "f32": ("f32", False)}
-kernels = pytest.mark.parametrize(("dtype", "portable"), KERNELS.values(), ids=KERNELS)
+KERNELS = {
+    "hopper": ("bf16", {}),
+    "hopper_mxfp8": ("bf16", dict(precision="mxfp8")),
+    "portable": ("bf16", dict(portable=True)),
+    "portable_mxfp8": ("bf16", dict(portable=True, precision="mxfp8")),
+    "f32": ("f32", {}),
+}
+kernels = pytest.mark.parametrize(("dtype", "options"), KERNELS.values(), ids=KERNELS)
 
 
 @contextlib.contextmanager
@@ -37,9 +43,9 @@ def table(dtype, way="pointers"):
 
 @kernels
 @pytest.mark.parametrize("routing", ["distinct", "padding_slots", "one_expert", "no_expert"])
-def test_a_table_of_one_device_gives_the_bits_of_the_direct_way(dtype, portable, routing):
+def test_a_table_of_one_device_gives_the_bits_of_the_direct_way(dtype, options, routing):
     case = make_case(dtype, routing, **SIZES)
-    config = MoKConfig(portable=portable, minibatch=128, macrobatch=512)
+    config = MoKConfig(**options, minibatch=128, macrobatch=512)
     direct = run(case, "cuda", config=config)
     with table(dtype) as (mesh, made):
         assert made.ranks == 1 and made.way == "pointers"

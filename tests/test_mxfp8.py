@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import assert_same_bits, refuse
+from cases import GPU, assert_same_bits, on_device, refuse
 
 import mok_jax
 from mok_jax import ops
@@ -60,6 +60,24 @@ def unpack(travelling, n):
     return values[:, :n], scales[:, : -(-n // 32)]
 
 
+def by_cuda(rows):
+    count, n = rows.shape
+    chunks = -(-n // 1024)
+    travelling = jax.ShapeDtypeStruct((count, 32 * chunks + 16 * -(-n // 16)), np.uint8)
+    with on_device("cuda"):
+        codec = jax.ffi.ffi_call("mok_quantize", (travelling, jax.ShapeDtypeStruct(rows.shape, BFLOAT16)))
+        found, rounded = jax.device_get(jax.jit(codec)(rows))
+    return *unpack(found, n), rounded
+
+
+def by_jnp_on_cuda(rows):
+    with on_device("cuda"):
+        return by_jnp(rows)
+
+
+CODECS = {"jnp": by_jnp, "host": by_host} | ({"cuda": by_cuda, "jnp_on_cuda": by_jnp_on_cuda} if GPU else {})
+
+
 def without_sign_of_nan(codes):
     return np.where(codes & 0x7F == 0x7F, 0x7F, codes)
 
@@ -70,7 +88,7 @@ def normal_only(rows):
     return np.where(tiny, 0, rows.astype(np.float32))
 
 
-@pytest.fixture(params=[by_jnp, by_host], ids=["jnp", "host"])
+@pytest.fixture(params=CODECS.values(), ids=CODECS)
 def codec(request):
     return request.param
 
@@ -81,7 +99,7 @@ def check(codec, rows):
     expected_values, expected_scales, expected_rounded = by_ml_dtypes(rows)
     np.testing.assert_array_equal(scales, expected_scales)
     np.testing.assert_array_equal(without_sign_of_nan(values), without_sign_of_nan(expected_values))
-    keep = normal_only if codec is by_jnp else lambda a: a.astype(np.float32)
+    keep = normal_only if codec in (by_jnp, by_jnp_on_cuda) else lambda a: a.astype(np.float32)
     np.testing.assert_array_equal(keep(rounded), keep(expected_rounded))
     return values, scales, rounded
 

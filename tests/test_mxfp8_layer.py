@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import (
+    IMPLEMENTATIONS,
     ODD,
     PATTERNS,
     SMALL,
-    TINY,
     assert_same_bits,
     call,
     cotangent_of,
@@ -28,6 +28,7 @@ from cases import (
     mesh_of,
     refuse,
     run,
+    tiny,
 )
 from flax import nnx
 from test_mxfp8 import by_ml_dtypes
@@ -38,8 +39,9 @@ MXFP8 = mok_jax.MoKConfig(precision="mxfp8")
 BOUND = 2**-8
 EXPERTS = ("w_gate", "w_up", "w_down")
 
-implementations = pytest.mark.parametrize("implementation", ["reference", "xla", "host"])
-others = pytest.mark.parametrize("implementation", ["xla", "host"])
+implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+others = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "reference"])
+on_meshes = pytest.mark.parametrize("implementation", ["xla", "host"])
 dtypes = pytest.mark.parametrize("dtype", ["bf16", "bf16-f32"])
 
 
@@ -147,7 +149,9 @@ def test_the_bound_sees_what_is_not_quantised(missing):
 @pytest.mark.parametrize("routing", PATTERNS)
 def test_routing_pattern(implementation, dtype, routing):
     case, expected = defined(dtype, routing, **SMALL)
-    assert_near(run(case, implementation, config=dataclasses.replace(TINY, precision="mxfp8")), expected)
+    assert_near(
+        run(case, implementation, config=dataclasses.replace(tiny(implementation), precision="mxfp8")), expected
+    )
 
 
 @others
@@ -233,7 +237,7 @@ def test_virtual_ranks_change_the_order_of_sums_only(precision, ranks):
 
 
 @kinds
-@others
+@on_meshes
 @pytest.mark.parametrize("name", ["e8", "d2_e4"])
 def test_meshes(implementation, name, kind):
     case, expected = defined("bf16-f32", "padding_slots", tokens=64, hidden=40, intermediate=72, experts=8, top_k=3)
@@ -241,7 +245,7 @@ def test_meshes(implementation, name, kind):
     assert_near(found, expected)
 
 
-@others
+@on_meshes
 def test_quantised_weights_over_a_mesh(implementation):
     case, expected = defined("bf16-f32", "padding_slots", tokens=64, hidden=40, intermediate=72, experts=8, top_k=3)
     assert_near(from_quantised(case, implementation, mesh=mesh_of("d2_e4")), expected)
@@ -306,7 +310,7 @@ def test_the_gradient_of_a_weight_quantised_inside(implementation):
 @implementations
 def test_a_nan_row_stays_in_its_own_row(implementation):
     case, _ = defined(**SMALL)
-    config = dataclasses.replace(TINY, precision="mxfp8")
+    config = dataclasses.replace(tiny(implementation), precision="mxfp8")
     clean = run(case, implementation, config=config)
     bad = run(case._replace(x=case.x.at[5, 7].set(jnp.nan)), implementation, config=config)
     others = np.delete(np.arange(SMALL["tokens"]), 5)
@@ -325,13 +329,14 @@ def test_a_slot_without_expert_reads_nothing(implementation):
         x=case.x.at[-10:].set(jnp.nan),
         router_weights=jnp.where(case.expert_ids < 0, jnp.nan, case.router_weights),
     )
-    config = dataclasses.replace(TINY, precision="mxfp8")
+    config = dataclasses.replace(tiny(implementation), precision="mxfp8")
     result = run(junk, implementation, config=config)
     assert_same_bits(result, run(case, implementation, config=config))
     assert not any(result[name][-10:].any() for name in ("y", "d_x", "d_router_weights"))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "host"])  # XLA's own ragged_dot reads every expert
+# XLA's own ragged_dot reads every expert.
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "xla"])
 def test_an_expert_without_rows_is_not_read(implementation):
     case, _ = defined("bf16", "holes", **SMALL)
     broken = case._replace(w_gate=case.w_gate.at[2].set(jnp.nan), w_down=case.w_down.at[2].set(jnp.inf))

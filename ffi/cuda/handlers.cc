@@ -176,7 +176,6 @@ template <Direction direction>
 ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results) {
   const Path path = call.portable != 0 ? Path::kPortable : Path::kHopper;
-  if (call.mxfp8 != 0) return ffi::Error(ffi::ErrorCode::kUnimplemented, "mok_jax cuda: MXFP8 is not built yet");
   Decoded decoded = Decode(direction, call, arguments, results, TilesOf(path));
   if (!decoded.complaint.empty()) return ffi::Error::InvalidArgument(decoded.complaint);
   const Params& first = decoded.ranks[0];
@@ -248,6 +247,22 @@ ffi::Error ExecuteSchedule(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer 
   return error == nullptr ? ffi::Error::Success() : Internal(std::string("mok_schedule: ") + error);
 }
 
+// The MXFP8 codec alone, likewise: bfloat16 rows -> the rows as they travel, and their values.
+ffi::Error ExecuteQuantize(int32_t ordinal, cudaStream_t stream, ffi::BufferR2<ffi::DataType::BF16> rows,
+                           ffi::Result<ffi::BufferR2<ffi::DataType::U8>> travelling,
+                           ffi::Result<ffi::BufferR2<ffi::DataType::BF16>> rounded) {
+  const int64_t count = rows.dimensions()[0], n = rows.dimensions()[1];
+  if (static_cast<int64_t>(travelling->element_count()) != count * MxRowBytes(n) ||
+      rounded->element_count() != rows.element_count()) {
+    return ffi::Error::InvalidArgument("mok_quantize: sizes that do not fit each other");
+  }
+  const Current current(ordinal);
+  if (!current.error().empty()) return Internal(current.error());
+  const char* error = LaunchQuantize(rows.untyped_data(), count, n, travelling->untyped_data(), rounded->untyped_data(),
+                                     nullptr, stream);
+  return error == nullptr ? ffi::Error::Success() : Internal(std::string("mok_quantize: ") + error);
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MokInitialize, Initialize,
                               ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>());
 
@@ -277,6 +292,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MokSchedule, ExecuteSchedule,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("rank"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokQuantize, ExecuteQuantize,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::BufferR2<ffi::DataType::BF16>>()
+                                  .Ret<ffi::BufferR2<ffi::DataType::U8>>()
+                                  .Ret<ffi::BufferR2<ffi::DataType::BF16>>());
 
 py::dict Stages(void* execute) {
   py::dict stages;
@@ -299,6 +321,7 @@ PYBIND11_MODULE(_cuda, module) {
     targets["mok_forward_peers"] = Stages(reinterpret_cast<void*>(MokForwardPeers));
     targets["mok_backward_peers"] = Stages(reinterpret_cast<void*>(MokBackwardPeers));
     targets["mok_schedule"] = Stages(reinterpret_cast<void*>(MokSchedule));
+    targets["mok_quantize"] = Stages(reinterpret_cast<void*>(MokQuantize));
     return targets;
   });
   const auto tiles = [](bool portable) { return TilesOf(portable ? Path::kPortable : Path::kHopper); };

@@ -13,6 +13,7 @@
 #include "../numerics.h"
 #include "fragment.cuh"
 #include "gemm.cuh"
+#include "mxfp8.cuh"
 
 namespace mok::cuda {
 
@@ -32,8 +33,9 @@ __device__ __forceinline__ float Sigmoid<BFloat16>(float value) {
 // ---- the stages ----
 
 // One CTA's math warps on one task. S is the storage dtype; whole: rows of every matrix are a multiple of 8
-// long, so that vectors are aligned and there or not as wholes.
-template <typename S, bool whole>
+// long, so that vectors are aligned and there or not as wholes; mxfp8: of the routed experts h, dg and du are
+// rounded to it.
+template <typename S, bool whole, bool mxfp8 = false>
 class Stages {
  public:
   // warp: of the 8 that hold the tile.
@@ -166,6 +168,9 @@ class Stages {
         }
         Vector<S> h;
         h.Round(gv);
+        if constexpr (mxfp8) {
+          if (!w.shared) RoundToMx<whole>(h, columns);
+        }
         h.template Store<whole>(to_h + offset, exists ? columns : 0);
       }
     }
@@ -256,6 +261,9 @@ class Stages {
       }
       Vector<S> out;  // first the h that the forward pass multiplied by Wd
       out.Round(h);
+      if constexpr (mxfp8) {
+        if (!shared) RoundToMx<whole>(out, columns);
+      }
       out.Widen(h);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -276,8 +284,14 @@ class Stages {
       const int64_t offset = half * int64_t{8} * width + 32 * group;
       const int stored = exists || !shared ? columns : 0;
       out.Round(g);
+      if constexpr (mxfp8) {
+        if (!shared) RoundToMx<whole>(out, columns);
+      }
       out.template Store<whole>(to_gate + offset, stored);
       out.Round(u);
+      if constexpr (mxfp8) {
+        if (!shared) RoundToMx<whole>(out, columns);
+      }
       out.template Store<whole>(to_up + offset, stored);
       out.Round(h);
       out.template Store<whole>(to_h + offset, stored);
