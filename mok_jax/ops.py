@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
@@ -242,9 +243,7 @@ class Dims:
           ValueError: more than the GPU has; and as `plan`.
         """
         plan, module = self.plan(), _module(self.implementation)
-        pass_ = module.Pass(backward=backward, context=context, gradients=gradients, mxfp8=self.mxfp8)
-        wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
-        size = self.config.virtual_ranks * module.workspace_bytes(plan, pass_, self.dtype.itemsize, wide)
+        size = self.config.virtual_ranks * module.workspace_bytes(*self._passed(plan, backward, context, gradients))
         if self.gpu is not None and self.gpu.memory is not None and size > self.gpu.memory:
             raise ValueError(
                 f"moe: the scratch of the {'backward' if backward else 'forward'} pass must fit into the "
@@ -256,6 +255,21 @@ class Dims:
     def arena_bytes(self) -> int:
         """Bytes of each rank's arena that this call needs."""
         return cuda().arena_bytes(self.plan(), self.dtype.itemsize)
+
+    def pulled_bytes(self, workspace, backward: bool, context: bool, gradients: int) -> jax.Array:
+        """How many bytes of x and dy each (virtual) rank pulled, of the workspace that a call of "cuda" left.
+
+        Returns: uint32 [virtual ranks, 2], the low word first.
+        """
+        at = cuda().pulled_bytes_offset(*self._passed(self.plan(), backward, context, gradients))
+        words = workspace.reshape(self.config.virtual_ranks, -1)[:, at : at + 8]
+        return lax.bitcast_convert_type(words.reshape(-1, 2, 4), jnp.uint32)
+
+    def _passed(self, plan, backward: bool, context: bool, gradients: int):
+        """What sizes the ring, as the extension module takes it."""
+        module = _module(self.implementation)
+        pass_ = module.Pass(backward=backward, context=context, gradients=gradients, mxfp8=self.mxfp8)
+        return plan, pass_, self.dtype.itemsize, jnp.dtype(accumulation_dtype(self.dtype)).itemsize
 
     def attributes(self, context: bool, gradients: int) -> dict[str, Any]:
         """The call's attributes, the same on every rank."""
@@ -304,8 +318,10 @@ class Residuals(NamedTuple):
 GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN = 1, 2, 4, 8
 
 
-def forward(dims: Dims, place, x, ids, router_weights, weights, *, context: bool) -> tuple[jax.Array, Residuals]:
-    """One forward call.
+def forward(
+    dims: Dims, place, x, ids, router_weights, weights, *, context: bool
+) -> tuple[jax.Array, Residuals, jax.Array]:
+    """One forward call: y, the residuals, and the workspace as it was left.
 
     Args:
       place: int32 [2], this device's rank and group.
@@ -328,8 +344,9 @@ def forward(dims: Dims, place, x, ids, router_weights, weights, *, context: bool
         ((kept_tokens, dims.shared_intermediate), x.dtype),
         ((dims.workspace_bytes(False, context, 0),), jnp.uint8),
     ]
-    y, *kept_arrays, _ = _call("mok_forward", dims, context, 0, shapes, (place, x, ids, router_weights, *weights))
-    return y, Residuals(*kept_arrays)
+    arguments = (place, x, ids, router_weights, *weights)
+    y, *kept_arrays, workspace = _call("mok_forward", dims, context, 0, shapes, arguments)
+    return y, Residuals(*kept_arrays), workspace
 
 
 def backward(
@@ -346,7 +363,7 @@ def backward(
     gradients: int,
     dtypes,
 ) -> list[jax.Array]:
-    """One backward call: dx, the router weights' gradient, and the six weight gradients.
+    """One backward call: dx, the router weights' gradient, the six weight gradients, and the workspace as it was left.
 
     Args:
       weights: `_operands` of the backward pass.
@@ -363,10 +380,10 @@ def backward(
             shapes.append((weight.shape if want else (0,), dtype))
     shapes.append(((dims.workspace_bytes(True, context, gradients),), jnp.uint8))
     arguments = (place, d_y, x, ids, router_weights, *weights, *residuals)
-    d_x, d_router, *d_weights, _ = _call("mok_backward", dims, context, gradients, shapes, arguments)
+    d_x, d_router, *d_weights, workspace = _call("mok_backward", dims, context, gradients, shapes, arguments)
     if copies > 1:
         d_weights[3:] = [w.sum(axis=0).astype(t) for w, t in zip(d_weights[3:], dtypes[3:], strict=True)]
-    return [d_x, d_router, *d_weights]
+    return [d_x, d_router, *d_weights, workspace]
 
 
 def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, arguments) -> list[jax.Array]:
@@ -459,7 +476,7 @@ def _moe_ffi_forward(dims, place, x, ids, router_weights, weights, quantized):
     arguments = jax.tree.map(lambda a: a.value, arguments, is_leaf=lambda a: hasattr(a, "perturbed"))
     place, x, ids, router_weights, weights, quantized = arguments
     operands = _operands(dims, x, weights, quantized, False)
-    y, residuals = forward(dims, place, x, ids, router_weights, operands, context=dims.config.save_context)
+    y, residuals, _ = forward(dims, place, x, ids, router_weights, operands, context=dims.config.save_context)
     schedule = (checkpoint_name(a, "mok_schedule") for a in residuals[:3])
     context = (checkpoint_name(a, "mok_context") for a in residuals[3:])
     residuals = Residuals(*schedule, *context)
@@ -476,7 +493,7 @@ def _moe_ffi_backward(dims, saved, d_y):
         return None, None, None, None, None, None
     # Careful: XLA of jax 0.11.2 crashes on CPU over a residual of size 0 that leaves one shard_map and enters another.
     weights, residuals = jax.tree.map(lambda a: a if a.size else jnp.zeros_like(a), (weights, residuals))
-    d_x, d_router, *d_weights = backward(
+    d_x, d_router, *d_weights, _ = backward(
         dims,
         place,
         d_y,

@@ -300,12 +300,14 @@ def test_shares_are_of_the_limit_of_the_same_process():
 
 def test_table_of_a_gpu():
     point = {"median_ms": 2.0, "tflops": 500.4, "share": 0.8}
-    times = {"matmul in jax": point, "cuda": point, "cuda_skewed": point | {"median_ms": 2.1}}
+    slower = {name: point | {"median_ms": ms} for name, ms in (("cuda_mxfp8", 2.5), ("cuda_skewed", 2.1))}
+    times = {"matmul in jax": point, "cuda": point, **slower}
     report = {
         "shape": dataclasses.asdict(SMALL),
         "machine": {"platform": "gpu", "device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-29"},
         "routing": "uniform",
         "memory": {},
+        "mxfp8": {"quantize_ms": 7.5, "pulled_bytes": {"None": [2**31, 2**30], "mxfp8": [33 * 2**25, 33 * 2**24]}},
         "peak": {"peak_bytes": 101 * 2**28, "formula_bytes": 100 * 2**28, "parts": {"ring": 100 * 2**28}},
         "left_out": {"ragged_dot": "did not finish in 45 s"},
         **dict.fromkeys(protocol.DIRECTIONS, times),
@@ -313,7 +315,10 @@ def test_table_of_a_gpu():
     lines = table(report).splitlines()
     assert lines[0].endswith("float32, uniform routing; NVIDIA H200, jax 0.11.2, 2026-11-29")
     assert lines[1] == "peak memory of cuda, GiB: 25.25, +1.0% against the formula's 25.00 (ring 25.00)"
-    assert lines[4].split() == ["cuda", "2.000", "500", "0.800", "2.000", "500", "0.800"]
+    assert lines[2] == "MXFP8: quantising the weights, once for an update: 7.50 ms"
+    assert lines[3].startswith("MXFP8: x and dy pulled by two virtual ranks: 1.031 GiB forward, 0.5156 of bfloat16's, ")
+    assert lines[6].split() == ["cuda", "2.000", "500", "0.800", "2.000", "500", "0.800"]
+    assert lines[-3] == "MXFP8 has 80.0% of cuda's speed forward, 80.0% forward+backward"
     assert lines[-2] == "skewed routing costs cuda +5.0% forward, +5.0% forward+backward"
     assert lines[-1] == "ragged_dot left out: did not finish in 45 s"
 

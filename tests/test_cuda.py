@@ -189,6 +189,33 @@ def test_virtual_ranks_of_dirty_scratch_and_few_movers(dtype, kernel):
         assert_same_bits(run(case, "cuda", config=dataclasses.replace(config, **changed)), expected)
 
 
+@pytest.mark.parametrize("portable", [False, True], ids=["hopper", "portable"])
+@pytest.mark.parametrize(("precision", "row_bytes"), [(None, 2048), ("mxfp8", 1056)], ids=["bf16", "mxfp8"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pulled_bytes_are_counted(ranks, precision, row_bytes, portable):
+    case = make_case("bf16", "padding_slots", tokens=200, hidden=1024, intermediate=64, experts=6, top_k=3)
+    config = MoKConfig(minibatch=128, macrobatch=4096, virtual_ranks=ranks, precision=precision, portable=portable)
+    dims = cases.dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None))
+    place, none = jnp.zeros(2, jnp.int32), jnp.zeros((1024, 0), jnp.bfloat16)
+    weights = [*case[3:6], none, none, none.T]
+
+    @jax.jit
+    def both():
+        _, residuals, forward = ops.forward(dims, place, *case[:3], weights, context=True)
+        more = case[3:6] if precision else ()
+        options = dict(context=True, gradients=3, dtypes=["bfloat16"] * 6)
+        *_, backward = ops.backward(dims, place, case.x, *case[:3], [*weights, *more], residuals, **options)
+        return dims.pulled_bytes(forward, False, True, 0), dims.pulled_bytes(backward, True, True, 3)
+
+    rows = int((np.asarray(case.expert_ids) >= 0).sum())
+    # On one rank x is not kept; the portable kernels gather it, and dy, where nothing is to be converted.
+    gathers = ranks == 1 and portable and precision is None
+    expected = [0, 0] if gathers else [rows * row_bytes, rows * row_bytes * (2 if ranks == 1 else 1)]
+    found = [np.asarray(words, np.int64) for words in jax.device_get(both())]
+    assert [words[:, 0].sum() for words in found] == expected
+    assert not any(words[:, 1].any() for words in found)
+
+
 # ---- memory ----
 
 
@@ -362,7 +389,7 @@ def test_the_context_of_a_forward_pass_that_waits_in_vain_is_nan(ranks):
     config = dataclasses.replace(config, timeout=0.5, stuck_counter=first_block_of_h(case, config))
     dims = cases.dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None))
     place, weights = jnp.zeros(2, jnp.int32), (*case[3:6], *case.shared)
-    y, residuals = jax.jit(lambda: ops.forward(dims, place, *case[:3], weights, context=True))()
+    y, residuals, _ = jax.jit(lambda: ops.forward(dims, place, *case[:3], weights, context=True))()
     context = jax.device_get([y, *(value for value in residuals[3:] if value.size)])
     assert len(context) == (5 if ranks == 1 else 6)
     assert all(np.isnan(value.astype(np.float32)).all() for value in context)

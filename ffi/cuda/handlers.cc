@@ -340,6 +340,16 @@ PYBIND11_MODULE(_cuda, module) {
   module.def(
       "arena_bytes", [](const Plan& plan, int64_t storage_bytes) { return LayOutArena(plan, storage_bytes).total; },
       py::arg("dims"), py::arg("storage_bytes"));
+  // Where in one rank's workspace the bytes that it pulled are counted.
+  module.def(
+      "pulled_bytes_offset",
+      [](const Plan& plan, const Pass& pass, int64_t storage_bytes, int64_t wide_bytes) {
+        Ring ring;
+        char* const base = reinterpret_cast<char*>(uintptr_t{64});  // any but null
+        LayOutRing(plan, pass, plan.tiles, storage_bytes, wide_bytes, base, &ring);
+        return reinterpret_cast<char*>(ring.control + kPulledBytes) - base;
+      },
+      py::arg("dims"), py::arg("pass_"), py::arg("storage_bytes"), py::arg("wide_bytes"));
   module.def("schedule_scratch", [](const Plan& plan) { return ScheduleScratch(plan); }, py::arg("dims"));
 }
 
