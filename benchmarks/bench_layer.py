@@ -179,7 +179,7 @@ def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, rout
                 if wanted[0] != asked:
                     wanted = asked, reference(shape, config, *asked)
                 results = results_to_check(shape, passes[DIRECTIONS[1]])
-                report["agreement"][name] = check_agreement(name, shape, results, wanted[1])
+                report["agreement"][name] = check_agreement(name, shape, results, wanted[1], contender.precision)
             calls[name] = passes
         except Exception as error:
             if contender.of_package:

@@ -140,12 +140,12 @@ def _relative_error(value, wanted):
     return jnp.where(finite, relative.max(), jnp.nan)
 
 
-def check_agreement(name: str, shape: Shape, results, wanted) -> dict[str, float]:
-    """Each tensor's largest relative error; raises ValueError beyond the dtype's bound, where NaN always is."""
-    errors = {}
+def check_agreement(name: str, shape: Shape, results, wanted, precision: str | None = None) -> dict[str, float]:
+    """Each tensor's largest relative error; raises ValueError beyond the bound of the precision (None: the dtype),
+    where NaN always is."""
+    errors, precision = {}, precision or shape.dtype
     for tensor, value, exact in zip(TENSORS, results, wanted, strict=True):
         errors[tensor] = float(_relative_error(value, exact))
-        precision = CONTENDERS[name].precision or shape.dtype
         if not errors[tensor] <= BOUNDS[precision]:
             raise ValueError(
                 f"{name}: {tensor} must be within {BOUNDS[precision]} of the reference in {precision}, "

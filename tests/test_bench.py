@@ -279,7 +279,7 @@ def test_a_process_that_fails():
 
 
 def test_shares_are_of_the_limit_of_the_same_process():
-    merged = {"agreement": {}, "left_out": {}, "peak": None, "forward": {}, "forward+backward": {}}
+    merged = {"agreement": {}, "left_out": {}, "peak": None, "mxfp8": None, "forward": {}, "forward+backward": {}}
     for process, name, limit in (("torch", "torch_tuned", 2.0), ("jax", "cuda", 3.0)):
         times = {"matmul": {"median_ms": limit}, name: {"median_ms": 4.0}}
         part = {"agreement": {}, "left_out": {}} | {
