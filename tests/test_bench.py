@@ -1,6 +1,7 @@
 """The parts of the benchmark that need no GPU: shapes, routing, the steady protocol, rivals, the memory formula."""
 
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -184,6 +185,17 @@ def errors_of(name, shape, routing="uniform"):
 @pytest.mark.parametrize("routing", protocol.ROUTINGS)
 def test_stitched_layer_agrees(stitched, routing):
     assert list(errors_of(stitched, SMALL, routing)) == list(protocol.TENSORS)
+
+
+def test_weights_quantised_before_agree_with_the_definition():
+    shape = dataclasses.replace(SMALL, dtype="bfloat16")
+    contender = rivals.CONTENDERS["cuda_mxfp8"]._replace(make=functools.partial(rivals.package_mxfp8, "host"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(rivals.CONTENDERS, "cuda_mxfp8", contender)
+        calls = problem.make_calls(problem.make_problem("cuda_mxfp8", shape, CONFIG))
+    results = problem.results_to_check(shape, calls["forward+backward"])
+    wanted = problem.reference(shape, CONFIG, "uniform", "mxfp8")
+    problem.check_agreement("cuda_mxfp8", shape, results, wanted, "mxfp8")
 
 
 def test_some_tokens_are_checked_in_the_program_that_runs_on_all(stitched, monkeypatch):
