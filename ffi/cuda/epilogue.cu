@@ -2,6 +2,7 @@
 // the slots' order, rounded once; likewise dx with weights 1. And before it, in the forward pass: context
 // rows that no route fills. All of it moves memory and nothing else, 16 bytes a thread where the sizes allow.
 #include "../tasks.h"
+#include "fragment.cuh"
 #include "kernels.h"
 #include "publish.cuh"
 
@@ -12,30 +13,10 @@ constexpr int kThreads = 256;
 // Slots whose loads are in flight together; what a thread sums does not depend on it.
 constexpr int kSlots = 4;
 
-// Consecutive elements that one thread handles.
-template <typename S, bool kWide>
-struct Vector {
-  static constexpr int kSize = kWide ? 16 / sizeof(S) : 1;
-  struct alignas(kWide ? 16 : sizeof(S)) Type {
-    S at[kSize];
-  };
-  // Read once, so kept out of the way of what is read again.
-  __device__ static Type LoadOnce(const Type* from) {
-    if constexpr (kWide) {
-      const int4 raw = __ldcs(reinterpret_cast<const int4*>(from));
-      Type value;
-      memcpy(&value, &raw, sizeof(value));
-      return value;
-    } else {
-      return *from;
-    }
-  }
-};
-
 // Whether a wait timed out on a rank of this call: then its rows are missing, here or on another rank.
 __device__ bool Aborted(const Outcome& outcome) {
   bool aborted = false;
-  for (int64_t r = threadIdx.x; r < outcome.ranks; r += kThreads) aborted |= outcome.control[r][kAbortFlag] != 0;
+  for (int64_t r = threadIdx.x; r < outcome.ranks; r += blockDim.x) aborted |= outcome.control[r][kAbortFlag] != 0;
   return __syncthreads_or(aborted);
 }
 
@@ -49,9 +30,9 @@ __device__ void Tell(const Outcome& outcome) {
 
 // All bits set: NaN in every dtype.
 __device__ void FillWithNaN(void* to, int64_t elements, int64_t element_bytes) {
-  if (to == nullptr) return;
-  const int64_t stride = int64_t{gridDim.x} * kThreads, halves = elements * element_bytes / 2;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < halves; i += stride) {
+  if (to == nullptr || blockIdx.y > 0) return;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x, halves = elements * element_bytes / 2;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < halves; i += stride) {
     static_cast<uint16_t*>(to)[i] = 0xffff;
   }
 }
@@ -79,60 +60,71 @@ __device__ void FillResults(const Params& p) {
   FillWithNaN(p.context.shared_up, d.tokens * d.shared_intermediate, sizeof(S));
 }
 
-template <typename S, bool kWide, bool kBackward>
+__device__ bool Taken(int32_t id, int experts) { return (id >= 0) & (id < experts); }
+
+// A block has a token, blockIdx.y a part of its columns. Little more than loads: with 64-bit divisions for the
+// token and the column this took as long again (H200, 2026-11-29).
+template <typename S, bool whole, bool kBackward>
 __global__ void __launch_bounds__(kThreads)
     Epilogue(const __grid_constant__ Params p, const __grid_constant__ Outcome outcome) {
-  using V = Vector<S, kWide>;
-  using Value = typename V::Type;
   if (Aborted(outcome)) {
-    if ((p.rank == 0 || outcome.ranks == 1) && blockIdx.x == 0 && threadIdx.x == 0) Tell(outcome);
+    const bool first = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
+    if (first && (p.rank == 0 || outcome.ranks == 1)) Tell(outcome);
     return FillResults<S>(p);
   }
   const Dims& d = p.dims;
-  const int64_t columns = d.hidden / V::kSize, experts = d.ranks * d.local_experts;
-  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t token = index / columns, column = index % columns;
+  const int64_t token = blockIdx.x;
   if (token >= d.tokens) return;
-  Value* out = static_cast<Value*>(kBackward ? p.d_x : p.y) + index;
-  const Value* returned = static_cast<const Value*>(p.ring.returned);
-  float sum[V::kSize] = {};
-  if (d.shared_intermediate > 0) {
-    const Value shared = *out;
-#pragma unroll
-    for (int c = 0; c < V::kSize; ++c) sum[c] = Numerics<S>::Widen(shared.at[c]);
+  const int hidden = static_cast<int>(d.hidden), top_k = static_cast<int>(d.top_k);
+  const int experts = static_cast<int>(d.ranks * d.local_experts);
+  const int column = 8 * static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x), columns = hidden - column;
+  S* const out = static_cast<S*>(kBackward ? p.d_x : p.y) + token * hidden + column;
+  const S* const returned = static_cast<const S*>(p.ring.returned) + token * top_k * hidden + column;
+  const int32_t* const ids = p.ids + token * top_k;
+  const float* const weights = static_cast<const float*>(p.router_weights) + token * top_k;
+  if (kBackward && blockIdx.y == 0) {
+    for (int slot = threadIdx.x; slot < top_k; slot += blockDim.x) {
+      const int64_t route = token * top_k + slot;
+      static_cast<float*>(p.d_router_weights)[route] =
+          Taken(ids[slot], experts) ? static_cast<const float*>(p.ring.returned_d_weights)[route] : 0.0f;
+    }
   }
-  for (int64_t first = token * d.top_k, end = first + d.top_k; first < end; first += kSlots) {
-    bool valid[kSlots];
+  if (columns <= 0) return;
+  float sum[8] = {};
+  if (d.shared_intermediate > 0) {
+    Vector<S> shared;
+    shared.template Load<whole>(out, columns);
+    shared.Widen(sum);
+  }
+  for (int first = 0; first < top_k; first += kSlots) {
+    bool taken[kSlots];
     float weight[kSlots];
-    Value value[kSlots];
+    Vector<S> value[kSlots];
+    // Careful: no load depends on a condition, or each would wait for the one before. A slot that is not taken has
+    // neither a weight nor a row: it reads another slot's and leaves it.
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) {
-      const int64_t route = first + k;
-      const int32_t id = route < end ? p.ids[route] : -1;
-      valid[k] = id >= 0 && id < experts;
-      if (!valid[k]) continue;  // its slot of the window was never written
-      weight[k] = kBackward ? 1.0f : static_cast<const float*>(p.router_weights)[route];
-      value[k] = V::LoadOnce(returned + route * columns + column);
+      const int slot = Min(first + k, top_k - 1);
+      weight[k] = kBackward ? 1.0f : weights[slot];
+      taken[k] = (first + k < top_k) & Taken(ids[slot], experts);
     }
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) {
-      if (!valid[k]) continue;
+      value[k].template Load<whole>(returned + int64_t{taken[k] ? first + k : 0} * hidden, columns);
+    }
+#pragma unroll
+    for (int k = 0; k < kSlots; ++k) {
+      if (!taken[k]) continue;
+      float wide[8];
+      value[k].Widen(wide);
       // fmaf, so that every instantiation rounds alike.
 #pragma unroll
-      for (int c = 0; c < V::kSize; ++c) sum[c] = fmaf(weight[k], Numerics<S>::Widen(value[k].at[c]), sum[c]);
-    }
-    if (kBackward && column == 0) {
-      for (int64_t route = first; route < first + kSlots && route < end; ++route) {
-        const bool taken = p.ids[route] >= 0 && p.ids[route] < experts;
-        static_cast<float*>(p.d_router_weights)[route] =
-            taken ? static_cast<const float*>(p.ring.returned_d_weights)[route] : 0.0f;
-      }
+      for (int c = 0; c < 8; ++c) sum[c] = fmaf(weight[k], wide[c], sum[c]);
     }
   }
-  Value result;
-#pragma unroll
-  for (int c = 0; c < V::kSize; ++c) result.at[c] = Numerics<S>::Round(sum[c]);
-  *out = result;
+  Vector<S> result;
+  result.Round(sum);
+  result.template Store<whole>(out, columns);
 }
 
 // Elements from `rows` on of a [macrobatch, width] buffer.
@@ -155,23 +147,23 @@ __global__ void __launch_bounds__(kThreads) ClearContext(const __grid_constant__
   Clear<Word>(p.context.up, rows, d.macrobatch, d.intermediate * element_bytes);
 }
 
-template <typename S, bool kWide>
+template <typename S, bool whole>
 const char* LaunchAs(const Params& p, const Outcome& outcome, cudaStream_t stream) {
-  const int64_t items = p.dims.tokens * (p.dims.hidden / Vector<S, kWide>::kSize);
+  const int64_t vectors = CeilDiv(p.dims.hidden, 8), parts = CeilDiv(vectors, kThreads);
   // At least one block, which fills the weights' gradients after an abort.
-  const unsigned blocks = static_cast<unsigned>(Max(1, CeilDiv(items, kThreads)));
+  const dim3 blocks(static_cast<unsigned>(Max(1, p.dims.tokens)), static_cast<unsigned>(parts));
+  const unsigned threads = static_cast<unsigned>(CeilDiv(CeilDiv(vectors, parts), 32) * 32);
   if (p.pass.direction == Direction::kBackward) {
-    Epilogue<S, kWide, true><<<blocks, kThreads, 0, stream>>>(p, outcome);
+    Epilogue<S, whole, true><<<blocks, threads, 0, stream>>>(p, outcome);
   } else {
-    Epilogue<S, kWide, false><<<blocks, kThreads, 0, stream>>>(p, outcome);
+    Epilogue<S, whole, false><<<blocks, threads, 0, stream>>>(p, outcome);
   }
   return Launched();
 }
 
 template <typename S>
 const char* LaunchFor(const Params& p, const Outcome& outcome, cudaStream_t stream) {
-  return p.dims.hidden * sizeof(S) % 16 == 0 ? LaunchAs<S, true>(p, outcome, stream)
-                                             : LaunchAs<S, false>(p, outcome, stream);
+  return p.dims.hidden % 8 == 0 ? LaunchAs<S, true>(p, outcome, stream) : LaunchAs<S, false>(p, outcome, stream);
 }
 
 template <typename S>
