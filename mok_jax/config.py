@@ -46,8 +46,8 @@ class MoKConfig:
       barrier_timeout: seconds > 0 that "cuda" waits at a barrier for the other GPUs of a group, which may be
         compiling or saving a checkpoint. None: 300.
       random_order: None, or a seed in [0, 2**31): a test mode of "host" that runs its tasks in
-        random order, driven by the readiness counters alone, over a ring filled with NaN. "cuda" only
-        fills the ring.
+        random order, driven by the readiness counters alone, over a ring filled with NaN. "cuda"
+        fills what it leaves to be written with NaN, and several GPUs pause between their phases.
       stuck_counter: None, or the index of a readiness counter that "cuda" never fills: a test mode that
         shows what a wait does that is in vain.
 

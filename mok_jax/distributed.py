@@ -30,9 +30,14 @@ the whole group, CUDA IPC handles between processes of one machine."""
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One mesh's peers. id: the same on every process, never 0. bytes: of each arena."""
+    """One mesh's peers.
+
+    id: the same on every process, never 0, and the same again after `finalize` and a like `initialize`, since
+    compiled programs hold it. key: of this table alone, in the store. bytes: of each arena.
+    """
 
     id: int
+    key: str
     way: str
     shape: tuple[tuple[str, int], ...]
     expert_axis: str
@@ -74,7 +79,7 @@ def initialize(
       timeout: seconds to wait for the other processes.
 
     Returns:
-      The table, which `moe` finds by the mesh.
+      The table, which `moe` finds by the mesh; the one that is there already, for the same arguments.
 
     Raises:
       TypeError, ValueError: a mesh without CUDA devices, sizes out of range, an unknown way.
@@ -110,7 +115,8 @@ def initialize(
     )
     with _lock:
         table = _build(module, mesh, groups, expert_axis, dims.arena_bytes(), way, timeout)
-        _tables.append(table)
+        if table not in _tables:
+            _tables.append(table)
     _watch()
     return table
 
@@ -122,11 +128,11 @@ def finalize() -> None:
         for table in _tables:
             for ordinal, _ in (*table.arenas, *table.imported):
                 module.synchronize(ordinal)
-            _meet(f"mok_jax/{table.id}/quiet", 120.0)  # nobody writes into what is freed next
+            _meet(f"{table.key}/quiet", 120.0)  # nobody writes into what is freed next
             module.remove_table(table.id)
             for ordinal, address in table.imported:
                 module.arena_close(ordinal, address)
-            _meet(f"mok_jax/{table.id}/closed", 120.0)
+            _meet(f"{table.key}/closed", 120.0)
             for ordinal, address in table.arenas:
                 module.arena_free(ordinal, address)
         _tables.clear()
@@ -187,8 +193,11 @@ def groups_of(mesh: Mesh, expert_axis: str) -> np.ndarray:
 
 def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, way: str | None, timeout: float):
     devices = tuple(device.id for device in mesh.devices.flat)
-    # Alike on every process, and another one for each table.
-    number = zlib.crc32(repr((next(_serial), mesh.shape_tuple, expert_axis, devices, size)).encode()) | 1
+    number = zlib.crc32(repr((mesh.shape_tuple, expert_axis, devices, size, way)).encode()) or 1
+    there = next((table for table in _tables if table.id == number), None)
+    if there is not None:
+        return there
+    key = f"mok_jax/{next(_serial)}/{number}"
     me = jax.process_index()
     several = len({device.process_index for device in groups.flat}) > 1
     mine = [device for device in groups.flat if device.process_index == me]
@@ -212,7 +221,7 @@ def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, 
             published[device.id] = (me, _machine(), address, handle)
     except RuntimeError as error:
         complaint = str(error)
-    known = _exchange(f"mok_jax/{number}/arenas", (complaint, published), several, timeout)
+    known = _exchange(f"{key}/arenas", (complaint, published), several, timeout)
     complaint = _first_complaint(known)
     everyone = {key: value for _, part in known.values() for key, value in part.items()}
     if complaint is None:
@@ -224,7 +233,7 @@ def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, 
                         module.set_table(number, device.local_hardware_id, group, rank, size, pointers)
         except RuntimeError as error:
             complaint = str(error)
-        complaint = _first_complaint(_exchange(f"mok_jax/{number}/reached", (complaint, {}), several, timeout))
+        complaint = _first_complaint(_exchange(f"{key}/reached", (complaint, {}), several, timeout))
     if complaint is not None:
         module.remove_table(number)
         for ordinal, address in imported:
@@ -232,7 +241,7 @@ def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, 
         for ordinal, address in arenas:
             module.arena_free(ordinal, address)
         raise RuntimeError(f'distributed.initialize: {complaint}; use implementation="xla" over these devices')
-    return Table(number, chosen, mesh.shape_tuple, expert_axis, devices, size, tuple(arenas), tuple(imported))
+    return Table(number, key, chosen, mesh.shape_tuple, expert_axis, devices, size, tuple(arenas), tuple(imported))
 
 
 def _reach(module, device, peer, entry, me: int, imported: list[tuple[int, int]]) -> int:
@@ -314,11 +323,18 @@ def _watch() -> None:
     if _watcher is None:
         _watcher = threading.Thread(target=_print_reports, name="mok_jax reports", daemon=True)
         _watcher.start()
-        atexit.register(_stop.set)
+        atexit.register(_stop_watching, _watcher)
+
+
+def _stop_watching(watcher: threading.Thread) -> None:
+    _stop.set()
+    watcher.join(5.0)
 
 
 def _print_reports() -> None:
     module = ops.cuda()
-    while not _stop.wait(0.2):
+    stopped = False
+    while not stopped:
+        stopped = _stop.wait(0.2)  # and once more after that
         for text in module.new_reports():
             print(text, flush=True, file=sys.stderr)

@@ -1,51 +1,64 @@
 """One of several processes of a group, for test_cuda_peers.py: python peers_worker.py rank ranks port mode.
 
-All of them may share one GPU: a program without XLA's collectives runs there. Modes: "equal" compares values and
-gradients with virtual ranks on one device, bit for bit, over many routings; "shapes" traces other shapes on the
-last rank; "dies" lets the last rank exit after a few steps.
+All of them may share one GPU: a program without XLA's collectives runs there. Every step of one routing compares
+values and gradients with those of virtual ranks on one device, bit for bit. What the last rank does after some
+steps is the mode: "equal" nothing else; "shapes" traces other shapes; "dies" is killed while its call runs; and in
+"order" all ranks run over a mesh whose devices stand in another order than in the table.
 """
 
+import dataclasses
+import faulthandler
 import os
+import signal
 import sys
 
 import cases
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mok_jax
 from mok_jax import distributed
 
 SIZES = dict(hidden=136, intermediate=264, experts=8, top_k=2)
-CONFIG = mok_jax.MoKConfig(minibatch=128, macrobatch=256, timeout=10.0, barrier_timeout=5.0)
-STEPS = int(os.environ.get("MOK_STEPS", "12"))
+TOKENS = (300, 1, 127, 128)  # of a rank
+PLAIN = mok_jax.MoKConfig(minibatch=128, macrobatch=256, barrier_timeout=60.0)
+PAUSES = dataclasses.replace(PLAIN, random_order=0)
+CONFIGS = (PLAIN, PAUSES, dataclasses.replace(PAUSES, save_context=False), dataclasses.replace(PAUSES, portable=True))
+STEPS = int(os.environ.get("MOK_STEPS", "8"))
+GPUS = int(os.environ.get("MOK_GPUS", "1"))  # that the ranks are spread over
+FAULT = 3  # the step of the other modes
 
 
-def compare(rank, mesh, seed, tokens):
-    """One routing over the mesh; the names of this rank's results that differ from those of virtual ranks."""
+def problem(seed, tokens):
     rng = np.random.default_rng(seed)
-    pattern = list(cases.PATTERNS)[int(rng.integers(len(cases.PATTERNS)))]
-    pattern = "distinct" if pattern in ("tile_counts", "out_of_range") else pattern  # which need many tokens
-    case = cases.make_case("bf16", pattern, seed=seed, tokens=tokens, **SIZES)
-    d_y = cases.cotangent_of(case.x)
+    patterns = [name for name in cases.PATTERNS if name not in ("tile_counts", "out_of_range")]  # need many tokens
+    case = cases.make_case("bf16", patterns[int(rng.integers(len(patterns)))], seed=seed, tokens=tokens, **SIZES)
+    return case, cases.cotangent_of(case.x)
+
+
+def launch(problem, over, **options):
+    """Values and gradients over a mesh, by name."""
 
     def spread(array):
-        return jax.make_array_from_callback(
-            array.shape, NamedSharding(mesh, P("expert")), lambda index: np.asarray(array)[index]
-        )
+        sharding = NamedSharding(over, P("expert"))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: np.asarray(array)[index])
 
-    wide = cases.compiled(jax.tree.map(spread, case), spread(d_y), "cuda", (("config", CONFIG), ("mesh", mesh)))
-    result = {name: np.asarray(value.addressable_shards[0].data) for name, value in wide.items()}
-    config = mok_jax.MoKConfig(minibatch=128, macrobatch=256, virtual_ranks=mesh.size, timeout=10.0)
-    exact = {
-        name: np.asarray(value) for name, value in cases.compiled(case, d_y, "cuda", (("config", config),)).items()
-    }
+    case, d_y = jax.tree.map(spread, problem)
+    return cases.compiled(case, d_y, "cuda", tuple(sorted(options.items())))
+
+
+def differing(rank, ranks, problem, results, config):
+    """The names of this rank's results that differ from those of virtual ranks."""
+    virtual = dataclasses.replace(config, virtual_ranks=ranks, random_order=None)
+    exact = cases.compiled(*problem, "cuda", (("config", virtual),))
     wrong = []
-    for name, value in result.items():
-        part = exact[name][rank * len(value) : (rank + 1) * len(value)]
-        if not np.array_equal(value.view(np.uint8), part.view(np.uint8)):
-            wrong.append(f"{pattern} tokens {tokens}: {name}")
+    for name, value in results.items():
+        mine = np.asarray(value.addressable_shards[0].data)
+        part = np.asarray(exact[name])[rank * len(mine) : (rank + 1) * len(mine)]
+        if not np.array_equal(mine.view(np.uint8), part.view(np.uint8)):
+            wrong.append(name)
     return wrong
 
 
@@ -54,26 +67,42 @@ def main(rank, ranks, port, mode):
         f"127.0.0.1:{port}",
         ranks,
         rank,
-        local_device_ids=[0],
-        heartbeat_timeout_seconds=20,
+        local_device_ids=[rank % GPUS],
+        heartbeat_timeout_seconds=40,
         shutdown_timeout_seconds=10,
     )
     jax.config.update("jax_default_device", jax.local_devices()[0])
     mesh = jax.make_mesh((ranks,), ("expert",))
-    distributed.initialize(mesh, tokens=300, hidden=136, top_k=2)
+    distributed.initialize(mesh, tokens=max(TOKENS), hidden=SIZES["hidden"], top_k=SIZES["top_k"])
+    last = rank == ranks - 1
     for seed in range(STEPS):
-        tokens = ranks * (300, 1, 127, 128)[seed % 4]
-        if mode == "shapes" and seed == 3 and rank == ranks - 1:
-            tokens = ranks * 64
-        if mode == "dies" and seed == 3 and rank == ranks - 1:
-            os._exit(7)
-        wrong = compare(rank, mesh, seed, tokens)
+        config = CONFIGS[seed // len(TOKENS) % len(CONFIGS)]
+        if mode == "dies":
+            config = dataclasses.replace(config, barrier_timeout=10.0)
+        tokens = TOKENS[seed % len(TOKENS)] * ranks
+        fault = mode if seed == FAULT else None
+        given = problem(seed, tokens // 2 if fault == "shapes" and last else tokens)
+        if fault == "order":
+            turned = Mesh(mesh.devices[::-1], mesh.axis_names, axis_types=mesh.axis_types)
+            try:
+                launch(given, turned, config=config, mesh=turned)
+            except ValueError as error:
+                print(f"refused: {error}", flush=True)
+            with jax.set_mesh(turned):
+                results = launch(given, turned, config=config)
+        else:
+            results = launch(given, mesh, config=config, mesh=mesh)
+        if fault == "dies" and last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wrong = differing(rank, ranks, given, results, config)
         if wrong:
-            raise SystemExit(f"rank {rank}: {wrong}")
+            raise SystemExit(f"rank {rank}: step {seed} differs: {wrong}")
     print(f"rank {rank}: {STEPS} steps equal", flush=True)
     distributed.finalize()
     assert not distributed.tables()
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(float(os.environ["MOK_SECONDS"]), exit=True)
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -4,6 +4,10 @@ exchange between processes over a store. The arenas themselves: test_cuda_peers.
 import concurrent.futures
 import dataclasses
 import itertools
+import pathlib
+import re
+import shutil
+import subprocess
 import threading
 import time
 import types
@@ -47,7 +51,9 @@ def test_a_mesh_without_the_axis_has_groups_of_one():
 
 def table_of(mesh, **changes):
     devices = tuple(device.id for device in mesh.devices.flat)
-    return dataclasses.replace(distributed.Table(5, "pointers", mesh.shape_tuple, "expert", devices, 1000), **changes)
+    return dataclasses.replace(
+        distributed.Table(5, "key", "pointers", mesh.shape_tuple, "expert", devices, 1000), **changes
+    )
 
 
 def test_the_latest_table_that_is_large_enough_is_found():
@@ -223,3 +229,51 @@ def test_the_formula_of_an_arena():
     )
     parts = [16 * 8 * 4, 16 * 8 * 4, 16 * 2 * 4, 16 * 2 * 4, 16 * 2 * 8 * 4, 16 * 2 * 4]
     assert dims.arena_bytes() == 16384 + sum(-(-part // 256) * 256 for part in parts)
+
+
+# ---- what the megakernel is told of its peers ----
+
+SOURCES = pathlib.Path(__file__).parents[1] / "ffi"
+
+
+def included_by(path):
+    """A source file and all of ffi that it includes."""
+    found, left = set(), [path.resolve()]
+    while left:
+        at = left.pop()
+        if at not in found:
+            found.add(at)
+            names = re.findall(r'#include "([^"]+)"', at.read_text())
+            left += [next(p for p in ((at.parent / name).resolve(), SOURCES / name) if p.exists()) for name in names]
+    return found
+
+
+@pytest.mark.skipif(not SOURCES.is_dir(), reason="the sources are not here")
+@pytest.mark.parametrize("name", ["megakernel_portable.cu", "megakernel_sm90a.cu", "schedule.cu", "epilogue.cu"])
+def test_only_the_barrier_knows_where_flags_are(name):
+    files = included_by(SOURCES / "cuda" / name)
+    assert {"params.h", "megakernel.h"} <= {path.name for path in files}
+    # Flags lie in an arena's Control, and a peer's are read with system scope.
+    assert not {"arena.h", "exchange.h"} & {path.name for path in files}
+    uses = [path.name for path in files if "LoadAcquireSystem(" in path.read_text() and path.name != "ptx.cuh"]
+    assert uses == []
+    # What a kernel gets of each peer is arrays, none of them the arena's beginning.
+    peer = re.search(r"struct Peer \{(.*?)\n\};", (SOURCES / "params.h").read_text(), re.DOTALL)
+    names = re.findall(r"void\* (\w+);", peer[1])
+    assert names == ["x", "d_y", "router_weights", "returned", "returned_d_weights"] and peer[1].count(";") == 5
+
+
+@pytest.mark.skipif(shutil.which("cuobjdump") is None, reason="needs CUDA's cuobjdump")
+def test_no_machine_code_but_the_barrier_s_loads_with_system_scope():
+    command = ["cuobjdump", "-sass", ops.cuda().__file__]
+    code = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    kernels = {}
+    for part in code.split("Function : ")[1:]:
+        name = re.search(r"[0-9]([A-Z][A-Za-z]+?)(?:I\S*E)*E?E?NS|$", part.split(None, 1)[0])
+        loads = set(re.findall(r"\b(?:LD|LDG|ATOM|ATOMG|RED)\.\S*STRONG\.SYS", part))
+        kernels.setdefault(name[1], set()).update(loads)
+    assert {"HopperKernel", "PortableKernel", "Barrier", "Enter", "Place"} <= set(kernels), kernels
+    assert any(load.startswith("LD") for load in kernels["Barrier"])
+    # A megakernel's one access of that scope claims the place for its report, in its own memory.
+    others = {name: loads for name, loads in kernels.items() if loads and name not in ("Barrier", "Enter")}
+    assert others == {name: {"ATOMG.E.CAS.STRONG.SYS"} for name in ("HopperKernel", "PortableKernel")}

@@ -119,10 +119,14 @@ std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t
       error = Text(step(p));
     }
   };
-  if (options.fill_with_nan) {
+  if (options.test_mode) {
     phase("filling memory with NaN", [&](const Params& p) {
       const char* failed = p.rank == ranks[0].rank ? Fill(workspace, 0xff, workspace_bytes, stream) : nullptr;
       return failed != nullptr || !forward ? failed : FillContextWithNaN(p, stream);
+    });
+    // The return window, which no peer writes before the first barrier.
+    phase("filling the return window with NaN", [&](const Params& p) {
+      return Fill(p.ring.returned, 0xff, options.group == nullptr ? 0 : arena.total - arena.returned, stream);
     });
   }
   phase("zeroing the counters", [&](const Params& p) { return Zero(p, options, stream); });
@@ -130,9 +134,16 @@ std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t
   const auto meet = [&](const char* name, auto step) {
     if (options.group != nullptr) phase(name, step);
   };
+  int pauses = 0;
+  const auto pause = [&] {
+    const int number = pauses++;
+    if (options.test_mode) meet("pausing", [&](const Params&) { return LaunchPause(meeting, number, stream); });
+  };
   meet("entering the arena", [&](const Params&) { return LaunchEnter(meeting, stream); });
+  pause();
   meet("staging", [&](const Params& p) { return Stage(p, meeting, arena, options.launch.sms, stream); });
   phase("rounding to MXFP8", [&](const Params& p) { return Quantize(p, stream); });
+  pause();
   meet("the first barrier", [&](const Params&) { return LaunchBarrier(meeting, 0, stream); });
   if (forward) {
     phase("the schedule", [&](const Params& p) {
@@ -140,13 +151,17 @@ std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t
     });
     phase("clearing the context", [&](const Params& p) { return LaunchClearContext(p, stream); });
   }
+  pause();
   phase("the megakernel", [&](const Params& p) {
     Launch launch = options.launch;
     launch.status = reinterpret_cast<Status*>(p.ring.control + kStatus);
     return LaunchMegakernel(options.path, p, peers, launch, stream);
   });
+  pause();
   meet("the second barrier", [&](const Params&) { return LaunchBarrier(meeting, 1, stream); });
+  pause();
   phase("the epilogue", [&](const Params& p) { return LaunchEpilogue(p, outcome, stream); });
+  pause();
   meet("leaving the arena", [&](const Params&) { return LaunchLeave(meeting, stream); });
   return error.empty() ? "" : std::string("mok_jax cuda: ") + doing + ": " + error;
 }

@@ -23,7 +23,7 @@ struct Options {
   Launch launch;  // but for the status, which is each rank's own
   Reports* reports;
   // Test modes.
-  bool fill_with_nan;     // what is read before it is written is NaN
+  bool test_mode;         // what is read before it is written is NaN; real ranks pause between the phases
   int64_t stuck_counter;  // -1, or a readiness counter that never fills
 };
 

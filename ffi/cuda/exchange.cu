@@ -25,6 +25,7 @@ __device__ void Fail(const Meeting& m, ExchangeStatus status) {
   status.group = static_cast<int32_t>(m.group.number);
   status.rank = static_cast<int32_t>(m.group.rank);
   status.ranks = static_cast<int32_t>(m.group.ranks);
+  for (int i = 0; i < Signature::kWords; ++i) status.mine[i] = m.signature.words[i];
   Report report{};
   report.timeout_ns = m.timeout_ns;
   report.exchange = status;
@@ -34,11 +35,11 @@ __device__ void Fail(const Meeting& m, ExchangeStatus status) {
 __global__ void Enter(const __grid_constant__ Meeting m) {
   Control* own = m.group.ControlOf(m.group.rank);
   ExchangeStatus status{};
-  if (Abandoned(m, m.group.rank) != 0) {
-    status.fault = Fault::kAbandoned;
-  } else if (m.place[0] != m.group.rank || m.place[1] != m.group.number) {
+  if (m.place[0] != m.group.rank || m.place[1] != m.group.number) {
     status.fault = Fault::kMisplaced;
     status.peer = m.place[0];
+  } else if (Abandoned(m, m.group.rank) != 0) {
+    status.fault = Fault::kAbandoned;
   } else if (atomicExch(&own->owner, 1u) != 0) {
     status.fault = Fault::kOverlaps;
   } else {
@@ -67,6 +68,7 @@ __global__ void __launch_bounds__(kThreads) Barrier(const __grid_constant__ Meet
     if (r == 0 && m.call_control[kAbortFlag] == 0) {
       status.fault = Fault::kAbandoned;
       status.barrier = barrier;
+      status.epoch = static_cast<int32_t>(epoch);
       Fail(m, status);
     }
     return;
@@ -86,21 +88,16 @@ __global__ void __launch_bounds__(kThreads) Barrier(const __grid_constant__ Meet
     const Arrival* from = &own->arrivals[slot][r];
     uint64_t deadline = 0;
     for (uint32_t polls = 1;; ++polls) {
-      const uint32_t found = ptx::LoadAcquireSystem(&from->epoch);
-      if (found == epoch) break;
+      if (ptx::LoadAcquireSystem(&from->epoch) == epoch) break;
       __nanosleep(polls < 256 ? 20 : 200);
       if (polls % 64 != 0) continue;
-      if (Abandoned(m, m.group.rank) != 0) {
-        atomicExch(&abandoned, 1u);
-        break;
-      }
+      const bool given_up = Abandoned(m, m.group.rank) != 0;
       const uint64_t now = ptx::GlobalTimer();
       if (deadline == 0) deadline = now + m.timeout_ns;
-      if (now > deadline) {
-        atomicOr(&status.missing[r / 32], 1u << r % 32);
-        status.found = static_cast<int32_t>(found);
-        break;
-      }
+      if (!given_up && now <= deadline) continue;
+      if (given_up) atomicExch(&abandoned, 1u);
+      atomicOr(&status.missing[r / 32], 1u << r % 32);
+      break;
     }
     if (ptx::LoadAcquireSystem(&from->epoch) == epoch) {
       bool same = true;
@@ -112,7 +109,7 @@ __global__ void __launch_bounds__(kThreads) Barrier(const __grid_constant__ Meet
   __syncthreads();
   const bool missing = (status.missing[0] | status.missing[1] | status.missing[2]) != 0;
   const bool out_of_step = missing || differs < ranks;
-  if (r == 0 && (out_of_step || abandoned != 0 || aborted < ranks)) {
+  if (r == 0 && (out_of_step || aborted < ranks)) {
     status.barrier = barrier;
     status.epoch = static_cast<int32_t>(epoch);
     // What explains the rest comes first: a rank with another call makes later ones miss it.
@@ -120,13 +117,10 @@ __global__ void __launch_bounds__(kThreads) Barrier(const __grid_constant__ Meet
       status.fault = Fault::kDiffers;
       status.peer = differs;
       for (int i = 0; i < Signature::kWords; ++i) {
-        status.mine[i] = m.signature.words[i];
         status.theirs[i] = own->arrivals[slot][differs].signature.words[i];
       }
     } else if (missing) {
-      status.fault = Fault::kMissing;
-    } else if (abandoned != 0) {
-      status.fault = Fault::kAbandoned;
+      status.fault = abandoned != 0 ? Fault::kAbandoned : Fault::kMissing;
     } else {
       status.fault = Fault::kAborted;
       status.peer = aborted;
@@ -150,11 +144,19 @@ __global__ void __launch_bounds__(kStageThreads)
   if (first < tail) tail_to[first] = tail_from[first];
 }
 
+// Up to half a millisecond, every 256th time up to half a second; from the epoch, which no two calls have in common.
+__global__ void Pause(const __grid_constant__ Meeting m, int phase) {
+  uint32_t hash = m.group.ControlOf(m.group.rank)->epoch * 64 + static_cast<uint32_t>(8 * m.group.rank + phase);
+  for (int i = 0; i < 3; ++i) hash = (hash ^ hash >> 15) * 0x9e3779b1u;
+  const uint64_t end = ptx::GlobalTimer() + (hash >> 8) % 500000 * (hash % 256 == 0 ? 1000 : 1);
+  while (ptx::GlobalTimer() < end) __nanosleep(1000);
+}
+
 __global__ void Leave(const __grid_constant__ Meeting m) { m.group.ControlOf(m.group.rank)->owner = 0; }
 
 }  // namespace
 
-const char* LoadExchange() { return Load(Enter, Barrier, StageArray, Leave); }
+const char* LoadExchange() { return Load(Enter, Barrier, StageArray, Pause, Leave); }
 
 const char* LaunchEnter(const Meeting& meeting, cudaStream_t stream) {
   Enter<<<1, 1, 0, stream>>>(meeting);
@@ -177,6 +179,11 @@ const char* LaunchStage(const Meeting& meeting, int64_t offset, const void* from
 
 const char* LaunchBarrier(const Meeting& meeting, int barrier, cudaStream_t stream) {
   Barrier<<<1, kThreads, 0, stream>>>(meeting, barrier);
+  return Launched();
+}
+
+const char* LaunchPause(const Meeting& meeting, int phase, cudaStream_t stream) {
+  Pause<<<1, 1, 0, stream>>>(meeting, phase);
   return Launched();
 }
 

@@ -29,6 +29,8 @@ const char* LaunchStage(const Meeting& meeting, int64_t offset, const void* from
                         cudaStream_t stream);
 // Waits until every rank of the group has come here with the same call, or for timeout_ns.
 const char* LaunchBarrier(const Meeting& meeting, int barrier, cudaStream_t stream);
+// A test mode: keeps the stream busy for a while, another one for each rank, call and phase.
+const char* LaunchPause(const Meeting& meeting, int phase, cudaStream_t stream);
 // The last kernel of a call: gives the arena back.
 const char* LaunchLeave(const Meeting& meeting, cudaStream_t stream);
 

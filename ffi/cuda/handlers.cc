@@ -122,7 +122,8 @@ std::string TakeReport(Device& device) {
     const Report& next = device.reports->at[(device.seen + 1) % kReports];
     const uint32_t number = __atomic_load_n(&next.number, __ATOMIC_ACQUIRE);
     if (number <= device.seen) break;
-    report = next;
+    // That a group is given up explains less than why.
+    if (next.exchange.fault != Fault::kAbandoned || device.seen == before) report = next;
     device.seen = number;
   }
   const uint32_t calls = device.seen - before;
@@ -211,7 +212,7 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
   options.group = group;
   options.place = decoded.place;
   options.barrier_timeout_ns = static_cast<uint64_t>(std::min(call.barrier_timeout * 1e9, 9e18));
-  options.fill_with_nan = call.random_order >= 0;
+  options.test_mode = call.random_order >= 0;
   options.stuck_counter = call.stuck_counter;
   error = Enqueue(decoded.ranks, decoded.workspace, decoded.workspace_bytes, options, stream);
   return error.empty() ? ffi::Error::Success() : Internal(error);

@@ -50,11 +50,13 @@ Tables& AllTables() {
 
 char* Pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
 
+// In whole pages of the device: a handle of less would open to peers whatever shares its page.
 uintptr_t Allocate(int ordinal, int64_t bytes) {
-  return On(ordinal, [bytes] {
+  const size_t size = static_cast<size_t>(RoundUp(bytes, int64_t{2} << 20));
+  return On(ordinal, [size] {
     void* memory = nullptr;
-    Check(cudaMalloc(&memory, static_cast<size_t>(bytes)), "allocating an arena");
-    Check(cudaMemset(memory, 0, static_cast<size_t>(bytes)), "clearing an arena");
+    Check(cudaMalloc(&memory, size), "allocating an arena");
+    Check(cudaMemset(memory, 0, size), "clearing an arena");
     Check(cudaDeviceSynchronize(), "clearing an arena");
     return reinterpret_cast<uintptr_t>(memory);
   });
@@ -138,7 +140,7 @@ const Group* FindGroup(int64_t table, int ordinal) {
 std::string Complaint(const Group* group, int64_t ranks, const Params& params) {
   if (group == nullptr) {
     return "mok_jax cuda: this device is in no table of peers; call mok_jax.distributed.initialize for this mesh in "
-           "this process, and again after finalize";
+           "this process, and after finalize again, with the same arguments or after jax.clear_caches()";
   }
   if (group->ranks != ranks) {
     return "mok_jax cuda: this call has " + std::to_string(ranks) + " ranks, its table of peers " +
@@ -156,6 +158,12 @@ std::string Describe(const Report& report) {
   const ExchangeStatus& s = report.exchange;
   std::ostringstream text;
   text << "mok_jax cuda: rank " << s.rank << " of " << s.ranks << " in group " << s.group << ": ";
+  const bool waited = (s.missing[0] | s.missing[1] | s.missing[2]) != 0;
+  const auto missing = [&text, &s] {
+    for (int r = 0; r < s.ranks; ++r) {
+      if (s.missing[r / 32] >> r % 32 & 1) text << " " << r;
+    }
+  };
   const char* phase = s.barrier == 0 ? "before rows travel" : "after rows have travelled";
   const char* dead =
       "; the group is given up: that call's results and those of later ones are NaN on every rank, "
@@ -163,11 +171,9 @@ std::string Describe(const Report& report) {
   switch (s.fault) {
     case Fault::kMissing: {
       text << "at the barrier " << phase << " (number " << s.epoch << ") ranks";
-      for (int r = 0; r < s.ranks; ++r) {
-        if (s.missing[r / 32] >> r % 32 & 1) text << " " << r;
-      }
-      text << " did not come within " << static_cast<double>(report.timeout_ns) * 1e-9 << " s" << dead
-           << ". They died, run another program, or are late: raise MoKConfig.barrier_timeout where "
+      missing();
+      text << " did not come within " << static_cast<double>(report.timeout_ns) * 1e-9 << " s for " << Text(s.mine)
+           << dead << ". They died, run another program, or are late: raise MoKConfig.barrier_timeout where "
            << "ranks may be further apart, as while one compiles or saves a checkpoint";
       break;
     }
@@ -178,7 +184,20 @@ std::string Describe(const Report& report) {
     case Fault::kAborted:
       text << "rank " << s.peer << "'s part of the call failed (its process says why); this call's results are NaN";
       break;
-    case Fault::kAbandoned: text << "an earlier call failed" << dead; break;
+    case Fault::kAbandoned:
+      if (s.epoch == 0) {
+        text << "an earlier call failed" << dead;
+        break;
+      }
+      text << "another rank gave up before this one had passed the barrier " << phase << " (number " << s.epoch
+           << ") of " << Text(s.mine);
+      if (waited) {
+        text << ", to which ranks";
+        missing();
+        text << " had not come";
+      }
+      text << dead;
+      break;
     case Fault::kOverlaps: text << "two calls use one arena at once" << dead << ". Make one depend on the other"; break;
     case Fault::kMisplaced:
       text << "the device is rank " << s.peer << " of the mesh that runs" << dead

@@ -33,9 +33,9 @@ struct ExchangeStatus {
   int32_t barrier;  // 0: before rows travel, 1: after
   int32_t group, rank, ranks;
   int32_t peer;                  // kDiffers, kAborted: which rank; kMisplaced: the rank in the mesh
-  int32_t epoch, found;          // of the barrier; kMissing: of the first rank that is missing
-  uint32_t missing[3];           // a bit for each rank
-  int32_t mine[12], theirs[12];  // kDiffers: Signature
+  int32_t epoch;                 // of the barrier; 0: at none
+  uint32_t missing[3];           // a bit for each rank that did not come, or not before another one gave up
+  int32_t mine[12], theirs[12];  // Signature; theirs: kDiffers
 };
 
 // One for each call that failed, however many of its ranks and waits did.
