@@ -388,14 +388,17 @@ class Mover {
 #pragma unroll 1
     for (int first = 0; first < values; first += kMxChunk, chunk += kMxChunkBytes) {
       const float scale = MxScaleToFloat(chunk[lane]);  // anything where there is no block
+      const uint8_t* codes = chunk + kMxChunk / kMxBlock + 8 * lane;
+      Vector<BFloat16> v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // all at once, there or not: the buffer is larger than what is in it
+        const float of_block = __shfl_sync(~0u, scale, 8 * i + lane / 4);
+        Decode(*reinterpret_cast<const uint2*>(codes + 256 * i), of_block, &v[i]);
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int at = 256 * i + 8 * lane;
-        const float of_block = __shfl_sync(~0u, scale, 8 * i + lane / 4);
-        if (first + at >= values) continue;
-        Vector<BFloat16> v;
-        Decode(*reinterpret_cast<const uint2*>(chunk + kMxChunk / kMxBlock + at), of_block, &v);
-        v.Store<true>(to + first + at, 1);
+        const int at = first + 256 * i + 8 * lane;
+        v[i].Store<true>(to + at, values - at);
       }
     }
   }
