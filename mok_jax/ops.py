@@ -28,7 +28,8 @@ from mok_jax.config import DEFAULT_BARRIER_TIMEOUT_SECONDS, MoKConfig, check_mul
 from mok_jax.mxfp8 import Mxfp8Weight, dequantized
 from mok_jax.reference import accumulation_dtype, no_derivative
 
-TARGETS = ("mok_forward", "mok_backward", "mok_forward_peers", "mok_backward_peers")
+FORWARD, BACKWARD, PEERS = "mok_forward", "mok_backward", "_peers"
+TARGETS = (FORWARD, BACKWARD, FORWARD + PEERS, BACKWARD + PEERS)
 """The FFI targets, for `jax.export.DisabledSafetyCheck.custom_call`."""
 
 
@@ -156,8 +157,8 @@ class Dims:
     def mxfp8(self) -> bool:
         return self.config.precision == "mxfp8"
 
-    def plan(self):
-        """The sizes of one (virtual) rank as the extension module computes them.
+    def plan(self, backward: bool = False):
+        """The sizes of one (virtual) rank as the extension module computes them; passes differ in the minibatch.
 
         Raises:
           TypeError: a dtype that the implementation lacks.
@@ -188,6 +189,7 @@ class Dims:
             macrobatch=config.macrobatch or 0,
             portable=self.portable,
             peers=self.table != 0,
+            backward=backward,
         )
         if plan.capacity >= 2**31:
             raise ValueError(
@@ -242,8 +244,8 @@ class Dims:
         Raises:
           ValueError: more than the GPU has; and as `plan`.
         """
-        plan, module = self.plan(), _module(self.implementation)
-        size = self.config.virtual_ranks * module.workspace_bytes(*self._passed(plan, backward, context, gradients))
+        passed = plan, *_ = self._passed(backward, context, gradients)
+        size = self.config.virtual_ranks * _module(self.implementation).workspace_bytes(*passed)
         if self.gpu is not None and self.gpu.memory is not None and size > self.gpu.memory:
             raise ValueError(
                 f"moe: the scratch of the {'backward' if backward else 'forward'} pass must fit into the "
@@ -261,19 +263,20 @@ class Dims:
 
         Returns: uint32 [virtual ranks, 2], the low word first.
         """
-        at = cuda().pulled_bytes_offset(*self._passed(self.plan(), backward, context, gradients))
+        at = cuda().pulled_bytes_offset(*self._passed(backward, context, gradients))
         words = workspace.reshape(self.config.virtual_ranks, -1)[:, at : at + 8]
         return lax.bitcast_convert_type(words.reshape(-1, 2, 4), jnp.uint32)
 
-    def _passed(self, plan, backward: bool, context: bool, gradients: int):
+    def _passed(self, backward: bool, context: bool, gradients: int):
         """What sizes the ring, as the extension module takes it."""
         module = _module(self.implementation)
         pass_ = module.Pass(backward=backward, context=context, gradients=gradients, mxfp8=self.mxfp8)
-        return plan, pass_, self.dtype.itemsize, jnp.dtype(accumulation_dtype(self.dtype)).itemsize
+        wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
+        return self.plan(backward), pass_, self.dtype.itemsize, wide
 
-    def attributes(self, context: bool, gradients: int) -> dict[str, Any]:
-        """The call's attributes, the same on every rank."""
-        plan, config = self.plan(), self.config
+    def attributes(self, backward: bool, context: bool, gradients: int) -> dict[str, Any]:
+        """A call's attributes, the same on every rank."""
+        plan, config = self.plan(backward), self.config
         integers = dict(
             ranks=self.ranks,
             virtual_ranks=config.virtual_ranks,
@@ -345,7 +348,7 @@ def forward(
         ((dims.workspace_bytes(False, context, 0),), jnp.uint8),
     ]
     arguments = (place, x, ids, router_weights, *weights)
-    y, *kept_arrays, workspace = _call("mok_forward", dims, context, 0, shapes, arguments)
+    y, *kept_arrays, workspace = _call(FORWARD, dims, context, 0, shapes, arguments)
     return y, Residuals(*kept_arrays), workspace
 
 
@@ -380,7 +383,7 @@ def backward(
             shapes.append((weight.shape if want else (0,), dtype))
     shapes.append(((dims.workspace_bytes(True, context, gradients),), jnp.uint8))
     arguments = (place, d_y, x, ids, router_weights, *weights, *residuals)
-    d_x, d_router, *d_weights, workspace = _call("mok_backward", dims, context, gradients, shapes, arguments)
+    d_x, d_router, *d_weights, workspace = _call(BACKWARD, dims, context, gradients, shapes, arguments)
     if copies > 1:
         d_weights[3:] = [w.sum(axis=0).astype(t) for w, t in zip(d_weights[3:], dtypes[3:], strict=True)]
     return [d_x, d_router, *d_weights, workspace]
@@ -392,8 +395,8 @@ def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, argume
     like = jax.typeof(arguments[1])
     results = [like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in shapes]
     method = "sequential" if dims.ranks == 1 else None
-    call = jax.ffi.ffi_call(target + "_peers" * (dims.table != 0), results, vmap_method=method)
-    run = functools.partial(call, **dims.attributes(context, gradients))
+    call = jax.ffi.ffi_call(target + PEERS * (dims.table != 0), results, vmap_method=method)
+    run = functools.partial(call, **dims.attributes(target == BACKWARD, context, gradients))
     # `moe_ffi` has the first derivative, nothing has the second.
     run = no_derivative(
         run,

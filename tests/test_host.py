@@ -269,7 +269,7 @@ ATTRIBUTES = {
     ),
     "another_macrobatch": (
         dict(minibatch=8, macrobatch=8),
-        "context gate must have 2400 elements of F64, got 67200 of F64",
+        "context gate must have 2400 elements of F64, got 64800 of F64",
     ),
     "timeout": (dict(timeout=-1.0), "timeout must be more than 0 s, got -1.000000"),
 }
