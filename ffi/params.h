@@ -73,7 +73,7 @@ struct Gradients {
 // What one rank shows its peers: frozen while the kernel runs, but for the return window, whose slots each have
 // one writer.
 struct Peer {
-  const void* x;               // S [T, H]; MXFP8: T rows of MxRowBytes(H)
+  const void* x;               // S [T, H], with MXFP8 T rows of MxRowBytes(H)
   const void* d_y;             // likewise, backward
   const void* router_weights;  // W [T, K]
   void* returned;              // S [T*K, H]: o in the forward pass, dx in the backward pass
