@@ -6,8 +6,8 @@
 One process a GPU, here two on one machine (on several machines --coordinator names the first one, and the expert
 axis stays inside a machine, or an NVLink domain: choose --data accordingly):
 
-    python examples/expert_parallel.py --coordinator 127.0.0.1:12345 --processes 2 --process 0 &
-    python examples/expert_parallel.py --coordinator 127.0.0.1:12345 --processes 2 --process 1
+    python examples/expert_parallel.py --coordinator 127.0.0.1:12345 --processes 2 --process 0 --device 0 &
+    python examples/expert_parallel.py --coordinator 127.0.0.1:12345 --processes 2 --process 1 --device 1
 
 Every process runs the same program. What differs is `jax.distributed.initialize`, and on GPUs
 `mok_jax.distributed.initialize`, which maps the peers' buffers before anything compiles.
@@ -40,6 +40,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--coordinator", help="address:port of process 0; without it there is one process")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, default=0, help="this one's number")
+    # Not by CUDA_VISIBLE_DEVICES, which would hide the peers' GPUs from CUDA.
+    parser.add_argument("--device", type=int, help="the one GPU of this machine that this process takes; else all")
     return parser.parse_args()
 
 
@@ -61,7 +63,11 @@ def main() -> None:
     if options.coordinator:
         # A process that dies is noticed after the heartbeat's time-out, and the others end.
         jax.distributed.initialize(
-            options.coordinator, options.processes, options.process, heartbeat_timeout_seconds=30
+            options.coordinator,
+            options.processes,
+            options.process,
+            local_device_ids=None if options.device is None else [options.device],
+            heartbeat_timeout_seconds=30,
         )
     ranks = jax.device_count() // options.data
     mesh = jax.make_mesh((options.data, ranks), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)

@@ -1,5 +1,7 @@
-"""`python -m mok_jax`: what is installed, what it runs on, and which implementation `moe` picks there."""
+"""`python -m mok_jax`: what is installed, what it runs on, which implementation `moe` picks there, and how its GPUs
+would reach each other, with the size of an arena for the shape that its options give."""
 
+import argparse
 import importlib.metadata
 import os
 import pathlib
@@ -7,8 +9,10 @@ import platform
 from collections.abc import Iterator
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
-from mok_jax import ops
+from mok_jax import distributed, ops
 from mok_jax.config import TIMEOUT_VARIABLE, MoKConfig
 from mok_jax.moe import IMPLEMENTATIONS, choose_implementation, why_not
 
@@ -16,8 +20,8 @@ PACKAGES = ("jax", "jaxlib", "numpy", "flax")
 VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
 
 
-def lines() -> Iterator[tuple[str, str]]:
-    """The report: what a line is about, and what it says."""
+def lines(tokens: int, hidden: int, top_k: int, dtype: str) -> Iterator[tuple[str, str]]:
+    """The report: what a line is about, and what it says. The sizes are of the arena that it reckons."""
     yield "mok_jax", f"{_version('mok_jax')}, from {pathlib.Path(__file__).parent}"
     for package in PACKAGES:
         yield package, _version(package)
@@ -31,9 +35,36 @@ def lines() -> Iterator[tuple[str, str]]:
         reason = why_not(name)
         yield f'"{name}"', "yes" if reason is None else f"no: {reason}"
     yield "chosen", f'"{choose_implementation()}"'
+    if len(devices) > 1:
+        mesh = Mesh(np.array(devices), ("expert",))
+        chosen = choose_implementation(None, mesh, len(devices))
+        better = [(name, why_not(name, mesh, len(devices))) for name in IMPLEMENTATIONS]
+        reasons = [f'not "{name}": {reason}' for name, reason in better[: IMPLEMENTATIONS.index(chosen)]]
+        yield f"over {len(devices)} devices", "; ".join([f'"{chosen}"', *reasons])
+    yield from _peers(tokens, hidden, top_k, dtype)
     yield TIMEOUT_VARIABLE, _timeout()
     for variable in VARIABLES:
         yield variable, os.environ.get(variable, "not set")
+
+
+def _peers(tokens: int, hidden: int, top_k: int, dtype: str) -> Iterator[tuple[str, str]]:
+    """How GPUs would reach each other, and what it takes."""
+    yield "arena", f"{distributed.FORMULA}, for T tokens of a device, hidden H, top_k K"
+    try:
+        size = distributed.arena_bytes(tokens, hidden, top_k, dtype)
+    except ImportError as error:
+        yield "peers", str(error)
+        return
+    yield f"T {tokens} H {hidden} K {top_k} {dtype}", f"{size} bytes, {size / 2**20:.1f} MiB"
+    try:
+        jax.local_devices(backend="cuda")
+    except RuntimeError:
+        yield "peers", "there is no CUDA device here"
+        return
+    for way, reason in distributed.probe().items():
+        yield f"peers by {way}", "yes" if reason is None else f"no: {reason}"
+    for table in distributed.tables():
+        yield f"table {table.id}", f"{table.way} over {dict(table.shape)}, arenas of {table.bytes} bytes"
 
 
 def _version(package: str) -> str:
@@ -51,9 +82,23 @@ def _timeout() -> str:
     return f"{os.environ.get(TIMEOUT_VARIABLE) or 'not set'}, so {seconds:g} s"
 
 
+def _parser() -> argparse.ArgumentParser:
+    def positive(text: str) -> int:
+        if int(text) < 1:
+            raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+        return int(text)
+
+    parser = argparse.ArgumentParser("mok_jax", description="What runs here, and the size of an arena.")
+    parser.add_argument("--tokens", type=positive, default=8192, help="that a device passes to a call")
+    parser.add_argument("--hidden", type=positive, default=4096)
+    parser.add_argument("--top-k", type=positive, default=8)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    return parser
+
+
 def main() -> None:
     """Prints the report."""
-    report = list(lines())
+    report = list(lines(**vars(_parser().parse_args())))
     width = max(len(name) for name, _ in report)
     for name, text in report:
         print(f"{name:{width}}  {text}")

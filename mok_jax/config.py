@@ -45,6 +45,8 @@ class MoKConfig:
         MOK_TIMEOUT, else 20.
       barrier_timeout: seconds > 0 that "cuda" waits at a barrier for the other GPUs of a group, which may be
         compiling or saving a checkpoint. None: 300.
+      collective_stream: put calls of several GPUs on the stream of XLA's own collectives, in order with them, so that
+        the two never run at once: no kernel of NCCL's shares the multiprocessors, and none hides behind the layer.
       random_order: None, or a seed in [0, 2**31): a test mode of "host" that runs its tasks in
         random order, driven by the readiness counters alone, over a ring filled with NaN. "cuda"
         fills what it leaves to be written with NaN, and several GPUs pause between their phases.
@@ -68,6 +70,7 @@ class MoKConfig:
     num_comm_sms: int | None = None
     timeout: float | None = None
     barrier_timeout: float | None = None
+    collective_stream: bool = False
     random_order: int | None = None
     stuck_counter: int | None = None
 
@@ -85,7 +88,7 @@ class MoKConfig:
         if self.virtual_ranks is None:
             raise TypeError("MoKConfig: virtual_ranks must be an integer >= 1, got None")
         _check_integer("virtual_ranks", self.virtual_ranks, "an integer >= 1", lambda v: v >= 1)
-        for name in ("save_context", "portable"):
+        for name in ("save_context", "portable", "collective_stream"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"MoKConfig: {name} must be True or False, got {getattr(self, name)!r}")
         if self.row_tile is not None and self.row_tile % 8:

@@ -5,8 +5,8 @@ devices of the mesh, `moe` does it itself. A call then only names its table (ffi
 """
 
 import atexit
+import collections
 import dataclasses
-import itertools
 import pathlib
 import pickle
 import sys
@@ -18,14 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from mok_jax import ops
 from mok_jax.config import MoKConfig
 from mok_jax.placement import DEFAULT_EXPERT_AXIS
 
-WAYS = ("pointers", "ipc")
-"""How a rank reaches its peers' arenas, in the order in which they are tried: raw pointers where one process holds
-the whole group, CUDA IPC handles between processes of one machine."""
+WAYS = ("pointers", "ipc", "fabric", "nccl")
+"""How a rank reaches its peers' arenas: raw pointers where one process holds the whole mesh; between processes, in the
+order in which they are tried, CUDA IPC handles on one machine, fabric handles in one NVLink domain, and a window of
+NCCL's over the communicator that XLA lends (jaxlib 0.11.2 or newer)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,10 @@ class Table:
     expert_axis: str
     devices: tuple[int, ...]
     bytes: int
+    processes: tuple[int, ...] = (0,)  # that hold its devices
     arenas: tuple[tuple[int, int], ...] = ()  # (ordinal, address) of those that this process made
     imported: tuple[tuple[int, int], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()  # ways tried before, and why they could not be
 
     @property
     def ranks(self) -> int:
@@ -52,7 +56,7 @@ class Table:
 
 
 _tables: list[Table] = []
-_serial = itertools.count()  # a key of the store is never used twice
+_built: collections.Counter[int] = collections.Counter()  # by id: a key of the store is never used twice
 _lock = threading.Lock()
 
 
@@ -72,7 +76,7 @@ def initialize(
     Args:
       mesh: a concrete mesh of CUDA devices, at most 72 along the expert axis.
       tokens: the most tokens that one rank passes to `moe`; likewise `hidden` and `top_k`. An arena takes
-        16 KiB + 2 T H s + 8 T K + T K (H s + 4) bytes, s being the size of `dtype`, each part rounded up to 256.
+        `arena_bytes` of them.
       dtype: of x.
       expert_axis: the axis along which ranks exchange rows; a mesh without it has groups of one.
       way: one of WAYS, None for the first that can be.
@@ -102,39 +106,54 @@ def initialize(
             f"distributed.initialize: the expert axis {expert_axis!r} must have at most {module.MAX_RANKS} devices, as "
             f"one NVLink domain has, got {groups.shape[1]}; put a data axis across domains"
         )
-    sizes = dict(tokens=tokens, hidden=hidden, top_k=top_k, intermediate=16, shared_intermediate=0)
-    dims = ops.Dims(
-        **sizes,
-        local_experts=1,
-        ranks=groups.shape[1],
-        dtype=jnp.dtype(dtype),
-        config=MoKConfig(),
-        implementation="cuda",
-        gpu=ops.Gpu((9, 0), None),
-        table=1,
-    )
+    size = arena_bytes(tokens, hidden, top_k, dtype, groups.shape[1])
     with _lock:
-        table = _build(module, mesh, groups, expert_axis, dims.arena_bytes(), way, timeout)
+        table = _build(module, mesh, groups, expert_axis, size, way, timeout)
         if table not in _tables:
             _tables.append(table)
     _watch()
     return table
 
 
+FORMULA = "16 KiB + 2 T H s + 8 T K + T K (H s + 4) bytes, s bytes an element of x, each part rounded up to 256"
+
+
+def arena_bytes(tokens: int, hidden: int, top_k: int, dtype: Any = jnp.bfloat16, ranks: int = 1) -> int:
+    """Bytes of one rank's arena: x, dy, router weights and ids staged, and the window into which peers push rows.
+
+    It does not depend on the number of ranks, the experts, or their width; `FORMULA` says it in words.
+    """
+    dims = ops.Dims(
+        tokens=tokens,
+        hidden=hidden,
+        intermediate=16,
+        shared_intermediate=0,
+        local_experts=1,
+        ranks=ranks,
+        top_k=top_k,
+        dtype=jnp.dtype(dtype),
+        config=MoKConfig(),
+        implementation="cuda",
+        gpu=ops.Gpu((9, 0), None),
+        table=1,
+    )
+    return dims.arena_bytes()
+
+
 def finalize() -> None:
-    """Gives every arena back. On every process alike, when no call that uses them is under way."""
+    """Gives every arena back. On every process of their meshes alike, when no call that uses them is under way."""
     module = ops.cuda()
     with _lock:
         for table in _tables:
             for ordinal, _ in (*table.arenas, *table.imported):
                 module.synchronize(ordinal)
-            _meet(f"{table.key}/quiet", 120.0)  # nobody writes into what is freed next
+            _meet(f"{table.key}/quiet", table.processes)  # nobody writes into what is freed next
             module.remove_table(table.id)
             for ordinal, address in table.imported:
-                module.arena_close(ordinal, address)
-            _meet(f"{table.key}/closed", 120.0)
+                module.arena_close(table.way, ordinal, address)
+            _meet(f"{table.key}/closed", table.processes)
             for ordinal, address in table.arenas:
-                module.arena_free(ordinal, address)
+                module.arena_free(table.way, ordinal, address)
         _tables.clear()
 
 
@@ -193,69 +212,177 @@ def groups_of(mesh: Mesh, expert_axis: str) -> np.ndarray:
 
 def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, way: str | None, timeout: float):
     devices = tuple(device.id for device in mesh.devices.flat)
+    # Alike on every process of the mesh, whatever others have built besides.
     number = zlib.crc32(repr((mesh.shape_tuple, expert_axis, devices, size, way)).encode()) or 1
     there = next((table for table in _tables if table.id == number), None)
     if there is not None:
         return there
-    key = f"mok_jax/{next(_serial)}/{number}"
-    me = jax.process_index()
-    several = len({device.process_index for device in groups.flat}) > 1
-    mine = [device for device in groups.flat if device.process_index == me]
-    chosen = way or ("ipc" if several else "pointers")
-    arenas: list[tuple[int, int]] = []
-    imported: list[tuple[int, int]] = []
-    published: dict[int, Any] = {}
-    complaint = None
-    try:
-        if chosen == "pointers" and several:
+    key = f"mok_jax/{number}/{_built[number]}"
+    _built[number] += 1
+    processes = tuple(sorted({device.process_index for device in groups.flat}))
+    refused: list[tuple[str, str]] = []
+    for candidate in (way,) if way else WAYS[1:] if len(processes) > 1 else WAYS[:1]:
+        attempt = _Attempt(module, candidate, groups, size, f"{key}/{candidate}", processes, timeout)
+        complaint = attempt.run(mesh, number)
+        if complaint is None:
+            return Table(
+                number,
+                key,
+                candidate,
+                mesh.shape_tuple,
+                expert_axis,
+                devices,
+                size,
+                processes,
+                tuple(attempt.arenas),
+                tuple(attempt.imported),
+                tuple(refused),
+            )
+        refused.append((candidate, complaint))
+    reasons = "; ".join(f"{name}: {complaint}" for name, complaint in refused)
+    raise RuntimeError(f'distributed.initialize: {reasons}; use implementation="xla" over these devices')
+
+
+@dataclasses.dataclass
+class _Attempt:
+    """One way tried on every process: its steps end alike everywhere, with None or what went wrong first."""
+
+    module: Any
+    way: str
+    groups: np.ndarray
+    size: int
+    key: str
+    processes: tuple[int, ...]
+    timeout: float
+    arenas: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    imported: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    windows: dict[int, list[int]] = dataclasses.field(default_factory=dict)  # by device: of each rank of NCCL's
+
+    def run(self, mesh: Mesh, number: int) -> str | None:
+        complaint, _ = self._step("open", self._open)
+        if complaint is None:
+            complaint, published = self._step("made", lambda: self._make(mesh))
+        if complaint is None:
+            everyone = {key: value for part in published for key, value in part.items()}
+            complaint, _ = self._step("reached", lambda: self._reach_all(number, everyone))
+        if complaint is not None:
+            self.module.remove_table(number)
+            for ordinal, address in self.imported:
+                self.module.arena_close(self.way, ordinal, address)
+            for ordinal, address in self.arenas:
+                self.module.arena_free(self.way, ordinal, address)
+        return complaint
+
+    def _step(self, name: str, act) -> tuple[str | None, list[Any]]:
+        """The first complaint of any process, and what `act` returned on each."""
+        mine: tuple[str | None, Any]
+        try:
+            mine = None, act()
+        except RuntimeError as error:
+            mine = str(error), None
+        known = _exchange(f"{self.key}/{name}", mine, self.processes, self.timeout)
+        for process, (complaint, _) in sorted(known.items()):
+            if complaint is not None:
+                return f"process {process}: {complaint}", []
+        return None, [value for _, value in known.values()]
+
+    @property
+    def _mine(self) -> list[Any]:
+        return [device for device in self.groups.flat if device.process_index == jax.process_index()]
+
+    def _open(self) -> None:
+        if self.way == "pointers" and len(self.processes) > 1:
             raise RuntimeError("raw pointers reach only devices of one process")
-        reason = _unreachable(module, [device.local_hardware_id for device in mine])
+        ordinals = [device.local_hardware_id for device in self._mine]
+        reason = _unreachable(self.module, ordinals)
         if reason is not None:
             raise RuntimeError(reason)
-        for device in mine:
+        for ordinal in ordinals:
             # Every kernel is loaded now: a device must not load one while another waits for it at a barrier.
-            module.open_device(device.local_hardware_id)
-            address = module.arena_allocate(device.local_hardware_id, size)
-            arenas.append((device.local_hardware_id, address))
-            handle = module.arena_export(device.local_hardware_id, address) if chosen == "ipc" else b""
-            published[device.id] = (me, _machine(), address, handle)
-    except RuntimeError as error:
-        complaint = str(error)
-    known = _exchange(f"{key}/arenas", (complaint, published), several, timeout)
-    complaint = _first_complaint(known)
-    everyone = {key: value for _, part in known.values() for key, value in part.items()}
-    if complaint is None:
-        try:
-            for group, row in enumerate(groups):
-                for rank, device in enumerate(row):
-                    if device.process_index == me:
-                        pointers = [_reach(module, device, peer, everyone[peer.id], me, imported) for peer in row]
-                        module.set_table(number, device.local_hardware_id, group, rank, size, pointers)
-        except RuntimeError as error:
-            complaint = str(error)
-        complaint = _first_complaint(_exchange(f"{key}/reached", (complaint, {}), several, timeout))
-    if complaint is not None:
-        module.remove_table(number)
-        for ordinal, address in imported:
-            module.arena_close(ordinal, address)
-        for ordinal, address in arenas:
-            module.arena_free(ordinal, address)
-        raise RuntimeError(f'distributed.initialize: {complaint}; use implementation="xla" over these devices')
-    return Table(number, key, chosen, mesh.shape_tuple, expert_axis, devices, size, tuple(arenas), tuple(imported))
+            self.module.open_device(ordinal)
+
+    def _make(self, mesh: Mesh) -> dict[int, Any]:
+        """(process, machine, address, handle) of each device here; of NCCL's windows the handle is its rank."""
+        published = {}
+        if self.way == "nccl":
+            _make_windows(self.module, mesh, self.groups, self.size)
+        for device in self._mine:
+            ordinal = device.local_hardware_id
+            if self.way == "nccl":
+                address, handle, self.windows[device.id] = self.module.window(ordinal)
+            else:
+                address = self.module.arena_allocate(self.way, ordinal, self.size)
+            self.arenas.append((ordinal, address))
+            if self.way != "nccl":
+                handle = self.module.arena_export(self.way, ordinal, address)
+            published[device.id] = (jax.process_index(), _machine(), address, handle)
+        return published
+
+    def _reach_all(self, number: int, everyone: dict[int, Any]) -> None:
+        for group, row in enumerate(self.groups):
+            for rank, device in enumerate(row):
+                if device.process_index == jax.process_index():
+                    pointers = [self._reach(device, peer, everyone[peer.id]) for peer in row]
+                    self.module.set_table(number, device.local_hardware_id, group, rank, self.size, pointers)
+
+    def _reach(self, device, peer, entry) -> int:
+        """The address of a peer's arena for one device of this process."""
+        process, machine, address, handle = entry
+        if self.way == "nccl":
+            return self.windows[device.id][handle]
+        if process == jax.process_index():  # CUDA refuses to import what the same process exports
+            return address
+        if self.way == "ipc" and machine != _machine():
+            raise RuntimeError(
+                f"device {peer.id} is on another machine than device {device.id}, which CUDA IPC cannot cross"
+            )
+        opened = self.module.arena_import(self.way, device.local_hardware_id, handle, self.size)
+        self.imported.append((device.local_hardware_id, opened))
+        return opened
 
 
-def _reach(module, device, peer, entry, me: int, imported: list[tuple[int, int]]) -> int:
-    """The address of a peer's arena for one device of this process."""
-    process, machine, address, handle = entry
-    if process == me:  # CUDA refuses to import what the same process exports
-        return address
-    if machine != _machine():
+def _make_windows(module, mesh: Mesh, groups: np.ndarray, size: int) -> None:
+    """Arenas of NCCL's, registered over communicators that XLA lends: by a program of all processes."""
+    if "mok_window" not in module.targets():
         raise RuntimeError(
-            f"device {peer.id} is on another machine than device {device.id}, which CUDA IPC cannot cross"
+            f"mok_jax was built with the headers of jaxlib {module.JAXLIB_VERSION}, by which XLA lends no communicator"
         )
-    opened = module.arena_import(device.local_hardware_id, handle)
-    imported.append((device.local_hardware_id, opened))
-    return opened
+    position = {device.id: number for number, device in enumerate(mesh.devices.flat)}
+    ids = np.asarray([position[device.id] for device in groups.flat], np.int64)
+    call = jax.ffi.ffi_call("mok_window", jax.ShapeDtypeStruct((1,), jnp.int32), has_side_effect=True)
+    attributes = dict(groups=ids, ranks=np.int64(groups.shape[1]), bytes=np.int64(size))
+    run = jax.shard_map(
+        lambda: call(**attributes), mesh=mesh, in_specs=(), out_specs=P(mesh.axis_names), check_vma=False
+    )
+    jax.block_until_ready(jax.jit(run)())
+
+
+def probe(ways: tuple[str, ...] = WAYS) -> dict[str, str | None]:
+    """Why each of these ways is not open to the CUDA devices of this process, or None where it is."""
+    module = ops.cuda()
+    devices = jax.local_devices(backend="cuda")
+    ordinals = [device.local_hardware_id for device in devices]
+    mesh = Mesh(np.array(devices), (DEFAULT_EXPERT_AXIS,))
+
+    def attempt(way: str) -> str | None:
+        try:
+            if way == "pointers":
+                return _unreachable(module, ordinals)
+            if way == "nccl":
+                _make_windows(module, mesh, groups_of(mesh, DEFAULT_EXPERT_AXIS), 1)
+                for ordinal in ordinals:
+                    module.arena_free(way, ordinal, module.window(ordinal)[0])
+                return None
+            address = module.arena_allocate(way, ordinals[0], 1)
+            try:
+                module.arena_export(way, ordinals[0], address)
+            finally:
+                module.arena_free(way, ordinals[0], address)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    return {way: attempt(way) for way in ways}
 
 
 def _unreachable(module, ordinals: list[int]) -> str | None:
@@ -270,11 +397,6 @@ def _machine() -> str:
     return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _first_complaint(known: dict[int, tuple[str | None, Any]]) -> str | None:
-    found = [(process, complaint) for process, (complaint, _) in sorted(known.items()) if complaint is not None]
-    return f"process {found[0][0]}: {found[0][1]}" if found else None
-
-
 # ---- between processes; jax has no public key-value store ----
 
 
@@ -287,28 +409,28 @@ def _client():
     return client
 
 
-def _exchange(key: str, value: Any, several: bool, timeout: float) -> dict[int, Any]:
-    """Every process's value, by process."""
+def _exchange(key: str, value: Any, processes: tuple[int, ...], timeout: float) -> dict[int, Any]:
+    """The value of each of these processes, by process."""
     me = jax.process_index()
-    if not several:
+    if len(processes) == 1:
         return {me: value}
     client, milliseconds = _client(), int(timeout * 1000)
     client.key_value_set_bytes(f"{key}/{me}", pickle.dumps(value))
     found = {}
-    for process in range(jax.process_count()):
+    for process in processes:
         try:
             found[process] = pickle.loads(client.blocking_key_value_get_bytes(f"{key}/{process}", milliseconds))
         except Exception as error:  # jaxlib raises several types
             raise RuntimeError(
-                f"distributed.initialize: process {process} did not come within {timeout:g} s; every process must call "
-                "it alike"
+                f"distributed.initialize: process {process} did not come within {timeout:g} s; "
+                "every process of the mesh must call it alike"
             ) from error
     return found
 
 
-def _meet(key: str, timeout: float) -> None:
-    if jax.process_count() > 1:
-        _client().wait_at_barrier(key, int(timeout * 1000))
+def _meet(key: str, processes: tuple[int, ...]) -> None:
+    if len(processes) > 1:
+        _client().wait_at_barrier(key, 120_000, list(processes))
 
 
 # ---- what a rank has to say while nobody calls ----

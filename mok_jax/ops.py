@@ -23,6 +23,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.compute_on import compute_on
 
 from mok_jax.config import DEFAULT_BARRIER_TIMEOUT_SECONDS, MoKConfig, check_multiple
 from mok_jax.mxfp8 import Mxfp8Weight, dequantized
@@ -234,9 +235,13 @@ class Dims:
             )
 
     def check(self) -> None:
-        """Raises now what the call would raise when it is traced."""
+        """Raises now what the call would raise when it is traced, and what XLA would when it compiles."""
         self.workspace_bytes(False, False, 0)
         self.config.timeout_seconds()
+        if self.config.collective_stream and self.table != 0 and _version(jax.__version__) < (0, 11, 1):
+            raise NotImplementedError(
+                f"moe: collective_stream needs jax 0.11.1 or newer, this is {jax.__version__}; upgrade jax"
+            )
 
     def workspace_bytes(self, backward: bool, context: bool, gradients: int) -> int:
         """Scratch of one call in bytes.
@@ -396,7 +401,9 @@ def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, argume
     results = [like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in shapes]
     method = "sequential" if dims.ranks == 1 else None
     call = jax.ffi.ffi_call(target + PEERS * (dims.table != 0), results, vmap_method=method)
-    run = functools.partial(call, **dims.attributes(target == BACKWARD, context, gradients))
+    run: Any = functools.partial(call, **dims.attributes(target == BACKWARD, context, gradients))
+    if dims.config.collective_stream and dims.table != 0:
+        run = compute_on(run, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device)
     # `moe_ffi` has the first derivative, nothing has the second.
     run = no_derivative(
         run,

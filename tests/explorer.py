@@ -1,4 +1,4 @@
-"""Follows every interleaving of the steps of several ranks. What the steps are, protocol.py says.
+"""Follows every interleaving of the steps of several ranks. What the steps are, peer_protocol.py says.
 
 Every step happens at most once and is atomic. What a step finds follows from the set of steps already done, so
 that set is the whole state: no memory is kept. A place in memory (a cell) has the same sequence of versions in

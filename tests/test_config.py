@@ -24,6 +24,8 @@ REFUSED = [
     ("timeout", "20", TypeError, f"timeout must be {SECONDS}, got '20'"),
     ("precision", "fp8", ValueError, "precision must be \"mxfp8\" or None, got 'fp8'"),
     ("precision", 8, TypeError, 'precision must be "mxfp8" or None, got 8'),
+    ("barrier_timeout", -1, ValueError, f"barrier_timeout must be {SECONDS}, got -1"),
+    ("collective_stream", 1, TypeError, "collective_stream must be True or False, got 1"),
     ("row_tile", 0, ValueError, f"row_tile must be {COUNT}, got 0"),
     ("row_tile", 12, ValueError, "row_tile must be a multiple of 8, got 12"),
     ("row_tile", 8.0, TypeError, f"row_tile must be {COUNT}, got 8.0"),

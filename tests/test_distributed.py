@@ -12,6 +12,7 @@ import threading
 import time
 import types
 
+import cases
 import jax
 import numpy as np
 import pytest
@@ -124,24 +125,33 @@ class Memory:
     def reach(self, ordinal, peer):
         return self.shared.get("unreachable", "")
 
+    def targets(self):
+        return {}
+
+    JAXLIB_VERSION = "0.10.2"
+
     def open_device(self, ordinal):
         pass
 
-    def arena_allocate(self, ordinal, size):
+    def arena_allocate(self, way, ordinal, size):
         if self.shared.get("full") == self.process:
             raise RuntimeError("allocating an arena: out of memory")
         return next(self.addresses)
 
-    def arena_export(self, ordinal, address):
-        return repr(address).encode()
+    def arena_export(self, way, ordinal, address):
+        return f"{way} {address}".encode()
 
-    def arena_import(self, ordinal, handle):
-        return 10**6 + int(handle)
+    def arena_import(self, way, ordinal, handle, size):
+        if self.shared.get("sealed") == way:
+            raise RuntimeError("importing an arena: not permitted")
+        name, address = handle.decode().split()
+        assert (name, size) == (way, 4096)
+        return 10**6 + int(address)
 
-    def arena_free(self, ordinal, address):
+    def arena_free(self, way, ordinal, address):
         self.freed.append(address)
 
-    def arena_close(self, ordinal, address):
+    def arena_close(self, way, ordinal, address):
         self.closed.append(address)
 
     def set_table(self, table, ordinal, group, rank, size, arenas):
@@ -151,12 +161,18 @@ class Memory:
         self.tables = {key: value for key, value in self.tables.items() if key[0] != table}
 
 
-def processes(monkeypatch, shape, axes, count, shared=None):
+class Fresh(dict):
+    """What a process counts, in each thread: nothing built yet."""
+
+    def __getitem__(self, number):
+        return 0
+
+
+def processes(monkeypatch, shape, axes, count, shared=None, first=0):
     """Runs `_build` in `count` processes of equally many devices; their results or errors, and memories."""
+    each = np.prod(shape) // count
     devices = [
-        types.SimpleNamespace(
-            id=i, process_index=i // (np.prod(shape) // count), local_hardware_id=i % (np.prod(shape) // count)
-        )
+        types.SimpleNamespace(id=i, process_index=first + i // each, local_hardware_id=i % each)
         for i in range(np.prod(shape))
     ]
     grid = np.array(devices, object).reshape(shape)
@@ -164,12 +180,11 @@ def processes(monkeypatch, shape, axes, count, shared=None):
     store, me = Store(), threading.local()
     monkeypatch.setattr(distributed, "_client", lambda: store)
     monkeypatch.setattr(jax, "process_index", lambda: me.process)
-    monkeypatch.setattr(jax, "process_count", lambda: count)
-    monkeypatch.setattr(distributed, "_serial", itertools.repeat(0))
+    monkeypatch.setattr(distributed, "_built", Fresh())
     memories = [Memory(process, shared or {}) for process in range(count)]
 
     def build(process):
-        me.process = process
+        me.process = first + process
         try:
             groups = distributed.groups_of(mesh, "expert")
             return distributed._build(memories[process], mesh, groups, "expert", 4096, None, 5.0)
@@ -192,6 +207,11 @@ def test_every_rank_gets_its_own_way_to_each_arena_of_its_group(monkeypatch):
             assert arenas[rank] == own and arenas[1 - rank] == 10**6 + other
 
 
+def test_processes_outside_the_mesh_are_not_waited_for(monkeypatch):
+    tables, _ = processes(monkeypatch, (4,), ("expert",), 2, first=3)
+    assert [table.processes for table in tables] == [(3, 4)] * 2
+
+
 def test_one_process_uses_raw_pointers(monkeypatch):
     (table,), (memory,) = processes(monkeypatch, (4,), ("expert",), 1)
     assert table.way == "pointers" and not table.imported
@@ -207,29 +227,58 @@ def test_one_process_uses_raw_pointers(monkeypatch):
 )
 def test_a_failure_of_one_process_is_every_process_s_error(monkeypatch, shared, reason):
     errors, memories = processes(monkeypatch, (4,), ("expert",), 2, shared)
-    assert errors == [f'distributed.initialize: {reason}; use implementation="xla" over these devices'] * 2
+    last = reason
+    if "full" in shared:
+        last = "process 0: mok_jax was built with the headers of jaxlib 0.10.2, by which XLA lends no communicator"
+    text = f"distributed.initialize: ipc: {reason}; fabric: {reason}; nccl: {last}; "
+    assert errors == [f'{text}use implementation="xla" over these devices'] * 2
     for memory in memories:
         assert not memory.tables
         assert len(memory.freed) == len({*memory.freed})
-    assert len(memories[0].freed) == (2 if "full" in shared else 0)
+    assert len(memories[0].freed) == (4 if "full" in shared else 0)
+
+
+def test_the_next_way_is_tried_and_why_it_was(monkeypatch):
+    tables, memories = processes(monkeypatch, (4,), ("expert",), 2, {"sealed": "ipc"})
+    for table in tables:
+        assert table.way == "fabric"
+        assert table.refused == (("ipc", "process 0: importing an arena: not permitted"),)
+    for memory, table in zip(memories, tables, strict=True):
+        made = [address for _, address in table.arenas]
+        assert len(made) == 2 and not {*made} & {*memory.freed} and len(memory.freed) == 2
+        assert len(memory.tables) == 2
 
 
 def test_the_formula_of_an_arena():
-    dims = ops.Dims(
-        **SIZES,
-        intermediate=16,
-        shared_intermediate=0,
-        local_experts=1,
-        ranks=4,
-        dtype=np.dtype("float32"),
-        config=MoKConfig(),
-        implementation="cuda",
-        gpu=ops.Gpu((9, 0), None),
-        table=1,
-    )
-    row = 32 + 16  # a row of MXFP8, which here is the larger one
+    row = 32 + 16  # of MXFP8, which here is larger than one of float32
     parts = [16 * row, 16 * row, 16 * 2 * 4, 16 * 2 * 4, 16 * 2 * 8 * 4, 16 * 2 * 4]
-    assert dims.arena_bytes() == 16384 + sum(-(-part // 256) * 256 for part in parts)
+    assert distributed.arena_bytes(**SIZES, dtype="float32") == 16384 + sum(-(-part // 256) * 256 for part in parts)
+    # FORMULA, where every part is a multiple of 256.
+    t, h, k, s = 1024, 4096, 8, 2
+    assert distributed.arena_bytes(t, h, k) == 16 * 1024 + 2 * t * h * s + 8 * t * k + t * k * (h * s + 4)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_calls_of_a_table_can_go_onto_the_collective_stream(chosen):
+    case = cases.make_case("f32", tokens=16, hidden=8, intermediate=8, experts=4, top_k=2, shared=8)
+    config = MoKConfig(collective_stream=chosen)
+    options = dict(implementation="cuda", gpu=ops.Gpu((9, 0), None))
+    texts = {}
+    for table in (0, 5):
+        dims = cases.dims_of(case, config, table=table, **options)
+        place = np.zeros(2, np.int32)
+        layer = jax.grad(lambda x, d=dims, p=place: ops.moe_ffi(d, p, x, *case[1:3], case[3:6], case.shared).sum())
+        if chosen and table and ops._version(jax.__version__) < (0, 11, 1):
+            with pytest.raises(NotImplementedError, match=r"moe: collective_stream needs jax 0\.11\.1 or newer"):
+                dims.check()
+            return
+        dims.check()
+        texts[table] = jax.jit(layer).trace(case.x).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"custom_call @(mok_\w+)\(.*", texts[5])
+    assert sorted(calls) == ["mok_backward_peers", "mok_forward_peers"]
+    marked = re.findall(r'custom_call @mok_\w+_peers\(.*_xla_stream_annotation = "collective"', texts[5])
+    assert len(marked) == (2 if chosen else 0)
+    assert "_xla_stream_annotation" not in texts[0]
 
 
 # ---- what the megakernel is told of its peers ----

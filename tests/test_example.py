@@ -1,9 +1,10 @@
-"""examples/train_lm.py: the command as a user runs it, with few steps, and every message about bad input."""
+"""The examples: the commands as a user runs them, with few steps, and every message of train_lm.py about bad input."""
 
 import importlib.util
 import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 
@@ -161,3 +162,41 @@ def test_files_are_split_once_and_for_all(example):
     for text, again in zip(first, second, strict=True):
         assert text.tobytes() == again.tobytes()
     assert 0.01 < second[1].size / second[0].size < 0.2
+
+
+# ---- examples/expert_parallel.py ----
+
+
+def start(*arguments):
+    script = SCRIPT.with_name("expert_parallel.py")
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
+    environment["JAX_PLATFORMS"] = "cpu"
+    command = [sys.executable, str(script), "--steps=11", "--tokens=16", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def losses(output):
+    return [float(value) for value in re.findall(r"^step \d+: loss (\S+)$", output, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_expert_parallel_in_one_process(data):
+    output, _ = start(f"--data={data}").communicate(timeout=100)
+    first, last = losses(output)
+    assert last < first
+    # Where there is a GPU the script asks for no virtual devices.
+    assert re.search(rf"'host' over {{'data': {data}, 'expert': \d+}} cpu devices, 1 process", output), output
+
+
+def test_expert_parallel_in_two_processes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    several = [
+        start(f"--coordinator={coordinator}", "--processes=2", f"--process={i}", f"--device={i}") for i in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=100)[0] for process in several]
+    assert [process.returncode for process in several] == [0, 0], outputs
+    first, last = losses(outputs[0])
+    assert last < first and not losses(outputs[1])
+    assert re.search(r"'xla' over {'data': 1, 'expert': \d+} cpu devices, 2 process", outputs[0]), outputs

@@ -4,16 +4,17 @@ import os
 import subprocess
 import sys
 
+import cases
 import jax
 import pytest
 
-from mok_jax import __main__, ops
+from mok_jax import __main__, distributed, ops
 from mok_jax.config import TIMEOUT_VARIABLE
 from mok_jax.moe import IMPLEMENTATIONS
 
 
-def report():
-    return dict(__main__.lines())
+def report(*arguments):
+    return dict(__main__.lines(**vars(__main__._parser().parse_args(arguments))))
 
 
 def test_command_in_a_process_of_its_own():
@@ -38,13 +39,45 @@ def test_it_names_the_extension_module():
 
 
 def test_it_gives_the_reason_against_an_implementation(monkeypatch):
-    def refuse(name):
+    def refuse(name, *_):
         return "it needs CPU devices, these are gpu" if name == "host" else None
 
     monkeypatch.setattr(__main__, "why_not", refuse)
     lines = report()
     assert lines['"host"'] == "no: it needs CPU devices, these are gpu"
     assert lines['"xla"'] == "yes"
+
+
+def test_it_names_the_choice_over_all_devices():
+    assert report()["over 8 devices"] == '"host"; not "cuda": it needs CUDA devices, these are cpu'
+
+
+def test_the_arena_of_a_shape():
+    lines = report("--tokens", "1024", "--hidden", "512", "--top-k", "2", "--dtype", "float32")
+    assert lines["arena"].startswith("16 KiB + 2 T H s + 8 T K + T K (H s + 4) bytes")
+    try:
+        ops.cuda()
+    except ImportError as error:
+        assert lines["peers"] == str(error)
+        return
+    size = 16384 + 2 * 1024 * 512 * 4 + 8 * 2048 + 2048 * (512 * 4 + 4)
+    assert lines["T 1024 H 512 K 2 float32"] == f"{size} bytes, {size / 2**20:.1f} MiB"
+    assert cases.GPU or lines["peers"] == "there is no CUDA device here"
+
+
+def test_sizes_out_of_range(capsys):
+    with pytest.raises(SystemExit):
+        report("--tokens", "0")
+    assert "argument --tokens: must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", distributed.WAYS)
+def test_a_way_that_is_refused(monkeypatch, way):
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [])
+    monkeypatch.setattr(distributed, "arena_bytes", lambda *sizes: 2**20)
+    monkeypatch.setattr(distributed, "probe", lambda: {way: "no such thing", "other": None})
+    lines = dict(__main__._peers(8, 8, 8, "bfloat16"))
+    assert lines[f"peers by {way}"] == "no: no such thing" and lines["peers by other"] == "yes"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """The peer protocol, model-checked: ranks that share buffers read what they should in every interleaving, and each
-planted fault is found. The model is protocol.py; its megakernel is the task list that CUDA and host execute.
+planted fault is found. The model is peer_protocol.py; its megakernel is the task list that CUDA and host execute.
 
 A call on one rank: stage its rows in its own arena; barrier; megakernel, which pulls rows from the peers' staging
 buffers and pushes results into their return windows; barrier; epilogue, which reads its own return window. A
@@ -40,7 +40,7 @@ with all its reads and writes, is one step; the flag and its signature are one w
 
 import pytest
 from explorer import DEADLOCK, OVERWRITTEN, TOO_EARLY, explore
-from protocol import Program, Protocol
+from peer_protocol import Program, Protocol
 
 RING = dict(passes=("forward",), blocks=3)
 RING_BACKWARD = dict(passes=("backward",), blocks=3)

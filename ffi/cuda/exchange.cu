@@ -152,11 +152,50 @@ __global__ void Pause(const __grid_constant__ Meeting m, int phase) {
   while (ptx::GlobalTimer() < end) __nanosleep(1000);
 }
 
+__device__ void CopyRow(char* to, const char* from, int64_t bytes, int lane) {
+  constexpr int kAtOnce = 8;  // words of 16 bytes that a lane has under way
+  auto* out = reinterpret_cast<uint4*>(to);
+  const auto* in = reinterpret_cast<const uint4*>(from);
+  const int64_t words = bytes / static_cast<int64_t>(sizeof(uint4));
+  for (int64_t first = lane; first < words; first += 32 * kAtOnce) {
+    uint4 word[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + 32 * i < words) word[i] = __ldcs(in + first + 32 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + 32 * i < words) out[first + 32 * i] = word[i];
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kStageThreads)
+    MoveRows(const __grid_constant__ Meeting m, Traffic traffic, const __grid_constant__ TrafficRows rows) {
+  if (m.call_control[kAbortFlag] != 0) return;
+  const bool both = traffic == Traffic::kBoth;
+  const bool pulls = traffic == Traffic::kPull || (both && blockIdx.x % 2 == 0);
+  const int64_t cta = both ? blockIdx.x / 2 : blockIdx.x, ctas = both ? gridDim.x / 2 : gridDim.x;
+  constexpr int kWarps = kStageThreads / 32;
+  const int64_t ranks = m.group.ranks, rank = m.group.rank;
+  for (int64_t row = cta * kWarps + threadIdx.x / 32; row < rows.routes; row += ctas * kWarps) {
+    char* peer = m.group.arenas[(rank + 1 + row) % ranks];
+    if (pulls) {
+      CopyRow(rows.pulled + row * rows.row_bytes, peer + rows.x + row % rows.tokens * rows.row_bytes, rows.row_bytes,
+              threadIdx.x % 32);
+    } else {
+      const int64_t slot = row / ranks * ranks + rank;
+      CopyRow(peer + rows.returned + slot * rows.row_bytes, rows.pushed + row * rows.row_bytes, rows.row_bytes,
+              threadIdx.x % 32);
+    }
+  }
+}
+
 __global__ void Leave(const __grid_constant__ Meeting m) { m.group.ControlOf(m.group.rank)->owner = 0; }
 
 }  // namespace
 
-const char* LoadExchange() { return Load(Enter, Barrier, StageArray, Pause, Leave); }
+const char* LoadExchange() { return Load(Enter, Barrier, StageArray, MoveRows, Pause, Leave); }
 
 const char* LaunchEnter(const Meeting& meeting, cudaStream_t stream) {
   Enter<<<1, 1, 0, stream>>>(meeting);
@@ -179,6 +218,12 @@ const char* LaunchStage(const Meeting& meeting, int64_t offset, const void* from
 
 const char* LaunchBarrier(const Meeting& meeting, int barrier, cudaStream_t stream) {
   Barrier<<<1, kThreads, 0, stream>>>(meeting, barrier);
+  return Launched();
+}
+
+const char* LaunchTraffic(const Meeting& meeting, Traffic traffic, const TrafficRows& rows, int sms,
+                          cudaStream_t stream) {
+  MoveRows<<<static_cast<unsigned>(sms), kStageThreads, 0, stream>>>(meeting, traffic, rows);
   return Launched();
 }
 

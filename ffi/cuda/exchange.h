@@ -29,6 +29,18 @@ const char* LaunchStage(const Meeting& meeting, int64_t offset, const void* from
                         cudaStream_t stream);
 // Waits until every rank of the group has come here with the same call, or for timeout_ns.
 const char* LaunchBarrier(const Meeting& meeting, int barrier, cudaStream_t stream);
+// For measurements: moves a row for each route as the megakernel does, each warp one at a time. kPull: from the peers'
+// staged x to `pulled`; kPush: from `pushed` to the return windows, where rank r owns every slot that is r modulo the
+// number of ranks; kBoth: half the CTAs each. The peers take turns. Rows of whole 16 bytes.
+enum class Traffic : int64_t { kNone, kPull, kPush, kBoth };
+struct TrafficRows {
+  int64_t tokens, routes, row_bytes;
+  int64_t x, returned;  // offsets in an arena
+  char* pulled;
+  const char* pushed;
+};
+const char* LaunchTraffic(const Meeting& meeting, Traffic traffic, const TrafficRows& rows, int sms,
+                          cudaStream_t stream);
 // A test mode: keeps the stream busy for a while, another one for each rank, call and phase.
 const char* LaunchPause(const Meeting& meeting, int phase, cudaStream_t stream);
 // The last kernel of a call: gives the arena back.

@@ -19,10 +19,16 @@
 #include "../planning.h"
 #include "arena.h"
 #include "driver.h"
+#include "exchange.h"
 #include "kernels.h"
 #include "megakernel.h"
+#include "memory.h"
 #include "peers.h"
 #include "status.h"
+#if __has_include("xla/ffi/api/collectives_api.h")
+#include "xla/ffi/api/collectives_api.h"
+#define MOK_BORROWS_COMMUNICATORS
+#endif
 
 namespace mok::cuda {
 namespace {
@@ -264,6 +270,114 @@ ffi::Error ExecuteQuantize(int32_t ordinal, cudaStream_t stream, ffi::BufferR2<f
   return error == nullptr ? ffi::Error::Success() : Internal(std::string("mok_quantize: ") + error);
 }
 
+// The exchange alone, for measurements: stages x, then `repeats` times the traffic between `barriers` barriers (two at
+// least). returned: the return window at the end, or of size 0.
+ffi::Error ExecuteTraffic(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer place, ffi::AnyBuffer x,
+                          ffi::AnyBuffer pushed, ffi::Result<ffi::AnyBuffer> pulled,
+                          ffi::Result<ffi::AnyBuffer> returned, ffi::Result<ffi::AnyBuffer> control, int64_t table,
+                          int64_t traffic, int64_t repeats, int64_t barriers, int64_t sms, double barrier_timeout) {
+  const Group* group = FindGroup(table, ordinal);
+  if (group == nullptr) return ffi::Error::InvalidArgument("mok_traffic: this device is in no such table of peers");
+  if (x.dimensions().size() != 2 || pushed.dimensions().size() != 2 || x.dimensions()[0] < 1) {
+    return ffi::Error::InvalidArgument("mok_traffic: x and pushed must have 2 axes");
+  }
+  Dims d{};
+  d.tokens = x.dimensions()[0];
+  d.hidden = x.dimensions()[1];
+  d.top_k = pushed.dimensions()[0] / d.tokens;
+  const int64_t element_bytes = static_cast<int64_t>(ffi::ByteWidth(x.element_type()));
+  const ArenaLayout at = LayOutArena(d, element_bytes);
+  const TrafficRows rows{d.tokens,
+                         d.Routes(),
+                         d.hidden * element_bytes,
+                         at.x,
+                         at.returned,
+                         static_cast<char*>(pulled->untyped_data()),
+                         static_cast<const char*>(pushed.untyped_data())};
+  const int64_t bytes = rows.routes * rows.row_bytes, returned_bytes = static_cast<int64_t>(returned->size_bytes());
+  if (static_cast<int64_t>(pushed.size_bytes()) != bytes || static_cast<int64_t>(pulled->size_bytes()) != bytes ||
+      (returned_bytes != 0 && returned_bytes != bytes) || rows.routes % group->ranks != 0 || rows.row_bytes % 16 != 0 ||
+      at.total > group->bytes || control->size_bytes() < kControlWords * 4 || barriers < 2 || sms < 2 || sms % 2 != 0) {
+    return ffi::Error::InvalidArgument("mok_traffic: sizes that do not fit each other");
+  }
+  const Current current(ordinal);
+  if (!current.error().empty()) return Internal(current.error());
+  Device* device;
+  const std::string failed = DeviceAt(ordinal, &device);
+  if (!failed.empty()) return Internal(failed);
+  auto* words = static_cast<int32_t*>(control->untyped_data());
+  Meeting meeting{*group,
+                  {},
+                  static_cast<const int32_t*>(place.untyped_data()),
+                  words,
+                  device->reports,
+                  static_cast<uint64_t>(barrier_timeout * 1e9)};
+  int32_t* word = meeting.signature.words;
+  for (const int64_t value : {d.tokens, d.hidden, d.top_k, traffic, repeats, barriers}) {
+    *word++ = static_cast<int32_t>(value);
+  }
+  cudaError_t error = cudaMemsetAsync(words, 0, kControlWords * 4, stream);
+  const char* text = error == cudaSuccess ? LaunchEnter(meeting, stream) : cudaGetErrorString(error);
+  if (text == nullptr) text = LaunchStage(meeting, at.x, x.untyped_data(), x.size_bytes(), device->sms, stream);
+  for (int64_t i = 1; text == nullptr && i < barriers; ++i) text = LaunchBarrier(meeting, 0, stream);
+  for (int64_t i = 0; text == nullptr && i < repeats && traffic != 0; ++i) {
+    text = LaunchTraffic(meeting, static_cast<Traffic>(traffic), rows, static_cast<int>(sms), stream);
+  }
+  if (text == nullptr) text = LaunchBarrier(meeting, 1, stream);
+  if (text == nullptr && returned_bytes != 0) {
+    error = cudaMemcpyAsync(returned->untyped_data(), group->arenas[group->rank] + at.returned, returned_bytes,
+                            cudaMemcpyDeviceToDevice, stream);
+    if (error != cudaSuccess) text = cudaGetErrorString(error);
+  }
+  if (text == nullptr) text = LaunchLeave(meeting, stream);
+  return text == nullptr ? ffi::Error::Success() : Internal(std::string("mok_traffic: ") + text);
+}
+
+#ifdef MOK_BORROWS_COMMUNICATORS
+// XLA lends its communicators through an extension whose minor versions only add to it.
+struct Collectives
+    : ffi::internal::CollectivesExtensionBase<ffi::internal::CommunicatorContextBase<ffi::internal::ErrorPolicy>> {
+  static bool Support(int32_t major, int32_t) { return major == kMajorVersion; }
+};
+using Lender = ffi::internal::CommunicatorContextBase<ffi::internal::ErrorPolicy>;
+
+constexpr int64_t kCommunication = 0x6d6f6b;  // apart from those of XLA's own collectives
+
+std::vector<std::vector<int64_t>> Rows(ffi::Span<const int64_t> ids, int64_t ranks) {
+  std::vector<std::vector<int64_t>> groups;
+  for (size_t i = 0; i < ids.size(); i += static_cast<size_t>(ranks)) {
+    groups.emplace_back(ids.begin() + i, ids.begin() + i + ranks);
+  }
+  return groups;
+}
+
+ffi::Error PrepareWindow(Lender lender, ffi::Span<const int64_t> groups, int64_t ranks, int64_t) {
+  return lender.RequestCommunicator(ffi::GroupMode::kFlattenedId, Rows(groups, ranks), kCommunication);
+}
+
+// Careful: allocates, registers and waits. No call of the layer comes here, mok_jax/distributed.py runs it once.
+ffi::Error ExecuteWindow(int32_t ordinal, Lender lender, ffi::Result<ffi::AnyBuffer>, ffi::Span<const int64_t> groups,
+                         int64_t ranks, int64_t bytes) {
+  const auto lent = lender.GetCommunicator(ffi::GroupMode::kFlattenedId, Rows(groups, ranks), kCommunication);
+  if (lent.has_error()) return lent.error();
+  const Current current(ordinal);
+  const std::string error = current.error().empty() ? MakeWindow(lent.value(), ordinal, bytes) : current.error();
+  return error.empty() ? ffi::Error::Success() : Internal(error);
+}
+
+#define MOK_WINDOW_ATTRIBUTES Attr<ffi::Span<const int64_t>>("groups").Attr<int64_t>("ranks").Attr<int64_t>("bytes")
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    MokWindowPrepare, PrepareWindow,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>().Ctx<ffi::Extension<Collectives>>().MOK_WINDOW_ATTRIBUTES);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokWindow, ExecuteWindow,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::Extension<Collectives>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .MOK_WINDOW_ATTRIBUTES);
+#undef MOK_WINDOW_ATTRIBUTES
+#endif
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MokInitialize, Initialize,
                               ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>());
 
@@ -300,6 +414,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MokQuantize, ExecuteQuantize,
                                   .Arg<ffi::BufferR2<ffi::DataType::BF16>>()
                                   .Ret<ffi::BufferR2<ffi::DataType::U8>>()
                                   .Ret<ffi::BufferR2<ffi::DataType::BF16>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokTraffic, ExecuteTraffic,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("table")
+                                  .Attr<int64_t>("traffic")
+                                  .Attr<int64_t>("repeats")
+                                  .Attr<int64_t>("barriers")
+                                  .Attr<int64_t>("sms")
+                                  .Attr<double>("barrier_timeout"));
 
 py::dict Stages(void* execute) {
   py::dict stages;
@@ -323,10 +453,18 @@ PYBIND11_MODULE(_cuda, module) {
     targets["mok_backward_peers"] = Stages(reinterpret_cast<void*>(MokBackwardPeers));
     targets["mok_schedule"] = Stages(reinterpret_cast<void*>(MokSchedule));
     targets["mok_quantize"] = Stages(reinterpret_cast<void*>(MokQuantize));
+    targets["mok_traffic"] = Stages(reinterpret_cast<void*>(MokTraffic));
+#ifdef MOK_BORROWS_COMMUNICATORS
+    py::dict window;
+    window["prepare"] = Capsule(reinterpret_cast<void*>(MokWindowPrepare));
+    window["execute"] = Capsule(reinterpret_cast<void*>(MokWindow));
+    targets["mok_window"] = window;
+#endif
     return targets;
   });
   const auto tiles = [](bool portable) { return TilesOf(portable ? Path::kPortable : Path::kHopper); };
   DefinePlanning(module, {tiles, kRowTile, kComputeUnits});
+  DefineMemory(module);
   DefinePeers(module);
   module.def("new_reports", &NewFaults);
   module.def(

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "driver_api.h"
 #include "gemm.cuh"
 #include "megakernel.h"
 #include "megakernel_portable.h"
@@ -20,19 +21,9 @@ constexpr bool Fit(const Tiles& t) {
 static_assert(kRowTile == kTileM && Fit(TilesOf(Path::kPortable)) && Fit(TilesOf(Path::kHopper)),
               "every task is one product of kTileM x kTileN");
 
-// Functions of the driver, found at run time: nothing links against it. Null where the driver lacks them.
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                  const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                  CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-using ErrorText = CUresult (*)(CUresult, const char**);
-
-template <typename Function>
-Function Find(const char* name) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
-  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(found) : nullptr;
-}
 
 // Boxes of 64 x 64 bfloat16 in the swizzle that the tensor cores read.
 CUresult Encode(EncodeTiled encode, const Matrix& m, CUtensorMap* map) {
@@ -72,11 +63,8 @@ std::string Refusal(CUresult error, int id, const Matrix& m) {
                                            "its w_up",
                                            "its w_down"};
   static_assert(sizeof(kNames) / sizeof(kNames[0]) == kNumMatrices, "every MatrixId has a name");
-  static const auto text_of = Find<ErrorText>("cuGetErrorString");
-  const char* text = nullptr;
-  if (text_of == nullptr || text_of(error, &text) != CUDA_SUCCESS) text = "an unknown error";
   return std::string("cuTensorMapEncodeTiled for ") + kNames[id] + ", bfloat16[" + std::to_string(m.matrices) + ", " +
-         std::to_string(m.rows) + ", " + std::to_string(m.columns) + "]: " + text + " (" + std::to_string(error) + ")";
+         std::to_string(m.rows) + ", " + std::to_string(m.columns) + "]: " + TextOf(error);
 }
 
 }  // namespace
@@ -91,7 +79,7 @@ std::string LaunchMegakernel(Path path, const Params& params, const PeerTable& p
   const Matrices matrices = MatricesOf(params, Pulls(params.dims, TilesOf(path), params.pass));
   const auto text = [](const char* error) { return std::string(error == nullptr ? "" : error); };
   if (path == Path::kPortable) return text(LaunchPortableKernel(params, peers, matrices, launch, stream));
-  static const auto encode = Find<EncodeTiled>("cuTensorMapEncodeTiled");
+  static const auto encode = FindInDriver<EncodeTiled>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled; CUDA 13 needs driver 580 or newer";
   Maps maps{};
   for (int i = 0; i < kNumMatrices; ++i) {

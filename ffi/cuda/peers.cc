@@ -1,10 +1,8 @@
 #include "peers.h"
 
-#include <cuda_runtime_api.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -20,25 +18,6 @@ namespace {
 
 namespace py = pybind11;
 
-void Check(cudaError_t error, const char* doing) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // or the next launch on this thread would find it
-  throw std::runtime_error(std::string(doing) + ": " + cudaGetErrorString(error));
-}
-
-// Runs on a device, then sets the current one back.
-template <typename Function>
-auto On(int ordinal, Function function) {
-  int before = 0;
-  Check(cudaGetDevice(&before), "asking for the current device");
-  Check(cudaSetDevice(ordinal), "choosing a device");
-  struct Back {
-    int ordinal;
-    ~Back() { cudaSetDevice(ordinal); }
-  } back{before};
-  return function();
-}
-
 struct Tables {
   std::mutex mutex;
   std::map<std::pair<int64_t, int>, std::unique_ptr<Group>> groups;
@@ -49,51 +28,6 @@ Tables& AllTables() {
 }
 
 char* Pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
-
-// In whole pages of the device: a handle of less would open to peers whatever shares its page.
-uintptr_t Allocate(int ordinal, int64_t bytes) {
-  const size_t size = static_cast<size_t>(RoundUp(bytes, int64_t{2} << 20));
-  return On(ordinal, [size] {
-    void* memory = nullptr;
-    Check(cudaMalloc(&memory, size), "allocating an arena");
-    Check(cudaMemset(memory, 0, size), "clearing an arena");
-    Check(cudaDeviceSynchronize(), "clearing an arena");
-    return reinterpret_cast<uintptr_t>(memory);
-  });
-}
-
-py::bytes Export(int ordinal, uintptr_t address) {
-  return On(ordinal, [address] {
-    cudaIpcMemHandle_t handle;
-    Check(cudaIpcGetMemHandle(&handle, Pointer(address)), "exporting an arena");
-    return py::bytes(handle.reserved, sizeof(handle.reserved));
-  });
-}
-
-uintptr_t Import(int ordinal, const std::string& bytes) {
-  return On(ordinal, [&bytes] {
-    cudaIpcMemHandle_t handle;
-    if (bytes.size() != sizeof(handle.reserved)) throw std::runtime_error("importing an arena: not a handle");
-    std::memcpy(handle.reserved, bytes.data(), bytes.size());
-    void* memory = nullptr;
-    Check(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess), "importing an arena");
-    return reinterpret_cast<uintptr_t>(memory);
-  });
-}
-
-// Lets a device reach another one of this process. Empty, or why it cannot.
-std::string Reach(int ordinal, int peer) {
-  if (ordinal == peer) return "";
-  int can = 0;
-  Check(cudaDeviceCanAccessPeer(&can, ordinal, peer), "asking for peer access");
-  if (can == 0) return "device " + std::to_string(ordinal) + " cannot access device " + std::to_string(peer);
-  return On(ordinal, [peer]() -> std::string {
-    const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
-    if (error != cudaErrorPeerAccessAlreadyEnabled) Check(error, "enabling peer access");
-    cudaGetLastError();
-    return "";
-  });
-}
 
 void SetTable(int64_t table, int ordinal, int64_t number, int64_t rank, int64_t bytes,
               const std::vector<uintptr_t>& arenas) {
@@ -209,31 +143,6 @@ std::string Describe(const Report& report) {
 }
 
 void DefinePeers(py::module_& module) {
-  module.def("arena_allocate", &Allocate, py::arg("ordinal"), py::arg("bytes"));
-  module.def(
-      "arena_free",
-      [](int ordinal, uintptr_t address) {
-        On(ordinal, [address] { Check(cudaFree(Pointer(address)), "freeing an arena"); });
-      },
-      py::arg("ordinal"), py::arg("address"));
-  module.def("arena_export", &Export, py::arg("ordinal"), py::arg("address"));
-  module.def("arena_import", &Import, py::arg("ordinal"), py::arg("handle"));
-  module.def(
-      "arena_close",
-      [](int ordinal, uintptr_t address) {
-        On(ordinal, [address] { Check(cudaIpcCloseMemHandle(Pointer(address)), "closing an arena"); });
-      },
-      py::arg("ordinal"), py::arg("address"));
-  module.def("reach", &Reach, py::arg("ordinal"), py::arg("peer"));
-  module.def(
-      "synchronize",
-      [](int ordinal) {
-        On(ordinal, [] {
-          const py::gil_scoped_release release;
-          Check(cudaDeviceSynchronize(), "waiting for a device");
-        });
-      },
-      py::arg("ordinal"));
   module.def("set_table", &SetTable, py::arg("table"), py::arg("ordinal"), py::arg("group"), py::arg("rank"),
              py::arg("bytes"), py::arg("arenas"));
   module.def("remove_table", &RemoveTable, py::arg("table"));

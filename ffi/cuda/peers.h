@@ -11,7 +11,7 @@
 
 namespace mok::cuda {
 
-// What mok_jax/distributed.py builds tables with: memory, handles, access, and set_table.
+// What mok_jax/distributed.py enters arenas with, once it has their addresses (memory.h).
 void DefinePeers(pybind11::module_& module);
 
 // Empty, or why a call of so many ranks cannot use this group; null: the device is in none.
