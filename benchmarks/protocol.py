@@ -109,8 +109,14 @@ def steady(queue: Callable[[int], Any], wait: Callable[[Any], Any], clock: Calla
 
 
 def both_orders(sample: dict[str, Callable[[], list[float]]]) -> dict[str, dict[str, Any]]:
-    """Samples every contender A..Z, then Z..A; the two medians are averaged, against drift over the run."""
+    """Samples every contender A..Z, then Z..A; the two medians are averaged, against drift over the run.
+
+    A first round does not count: it compiles, and where a load begins after a pause, a GPU's power limiter overshoots
+    for half a second, to a third of the speed (H200, 0.8 s after the first call).
+    """
     names = list(sample)
+    for name in names:
+        sample[name]()
     times: dict[str, list[list[float]]] = {name: [] for name in names}
     for name in names + names[::-1]:
         times[name].append(sample[name]())

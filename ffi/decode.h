@@ -145,7 +145,7 @@ inline std::string Complaint(const CallAttributes& call) {
                   {"virtual_ranks", call.virtual_ranks, 1},
                   {"row_tile", call.row_tile, 1},
                   {"minibatch", call.minibatch, call.row_tile},
-                  {"macrobatch", call.macrobatch, call.minibatch}};
+                  {"macrobatch", call.macrobatch, call.row_tile}};
   for (const auto& [name, value, factor] : integers) {
     if (value < 1 || value > kMostRows || value % factor != 0) {
       return std::string("mok_jax: ") + name + " must be a multiple of " + std::to_string(factor) +
@@ -232,6 +232,13 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   d.capacity = Capacity(d.ranks, d.Routes(), d.local_experts, d.row_tile);
   if (d.capacity > kMostRows) {
     decoded.complaint = "mok_jax: padded rows must be less than 2**31, got " + std::to_string(d.capacity);
+    return decoded;
+  }
+
+  if (d.macrobatch < d.capacity && d.macrobatch % d.minibatch != 0) {
+    decoded.complaint = "mok_jax: macrobatch must be a multiple of the minibatch, or hold all rows, got " +
+                        std::to_string(d.macrobatch) + " and " + std::to_string(d.minibatch) + " of " +
+                        std::to_string(d.capacity) + " rows";
     return decoded;
   }
 

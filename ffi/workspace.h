@@ -24,52 +24,36 @@ MOK_HD inline int64_t MinibatchEstimate(int64_t units, int64_t row_tile, int64_t
   return CeilDiv(2 * units * row_tile * columns, 2 * intermediate);
 }
 
-struct Minibatches {
-  int64_t forward, backward;
-};
-
-// The default ones; forward a multiple of backward. Measured on an H200, 2026-11-30: benchmarks/h200.md.
-inline Minibatches DefaultMinibatches(const Dims& d, const Tiles& tiles, int64_t units) {
-  // Rows that read an expert's weights together: a balanced expert's, or a group's of a large one.
-  const auto rows_of = [&](int64_t experts) { return Min(d.Routes() / experts, tiles.group * d.row_tile); };
-  // An expert that a minibatch's end cuts reads its weights once more, so forward four experts fit, but no more than
-  // a quarter of all rows. Backward what one stage writes is best read while the second level cache holds it: no more
-  // than an expert, and two waves of tiles in a step (dgrad-down, and dgrad-gate-up of the minibatch before).
-  const int64_t estimate = MinibatchEstimate(units, d.row_tile, 2 * tiles.gate_up_columns, d.intermediate);
-  const int64_t forward = Max(estimate, 4 * rows_of(Max(d.local_experts, 16)));
-  const int64_t tiles_of_block =
-      CeilDiv(d.intermediate, tiles.d_hidden_columns) + CeilDiv(d.hidden, tiles.hidden_columns);
-  const int64_t waves = CeilDiv(2 * units, Max(1, tiles_of_block)) * d.row_tile;
-  const int64_t backward = Min(RoundUp(Max(waves, rows_of(d.local_experts)), d.row_tile), d.capacity);
-  return {RoundUp(Min(forward, d.capacity), backward), backward};
-}
-
-// Fills minibatch, macrobatch (0: default) and capacity of otherwise complete Dims, for a pass. The passes differ in
-// the minibatch alone.
-inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units, Direction direction) {
+// Fills minibatch, macrobatch (0: default) and capacity of otherwise complete Dims. alone: for a forward pass that
+// keeps nothing; it differs in the minibatch alone.
+inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units, bool alone) {
   dims->capacity = Capacity(dims->ranks, dims->Routes(), dims->local_experts, dims->row_tile);
   // A given minibatch beyond all rows would only waste memory; the macrobatch stays a multiple of it.
   if (dims->minibatch > dims->capacity) {
     dims->minibatch = dims->capacity;
     dims->macrobatch = dims->macrobatch == 0 ? 0 : dims->capacity;
   }
-  Minibatches minibatch{dims->minibatch, dims->minibatch};
+  int64_t most = dims->minibatch;  // of any pass
   if (dims->minibatch == 0) {
-    minibatch = DefaultMinibatches(*dims, tiles, units);
+    const int64_t estimate = MinibatchEstimate(units, dims->row_tile, 2 * tiles.gate_up_columns, dims->intermediate);
+    // The weights of an expert that a minibatch's end cuts are read once more, so two balanced experts fit, or two of
+    // the groups in which a large expert reads its weights anyway. A forward pass alone, which writes less that must
+    // stay in the second level cache, takes twice as many (H200, S3: 4 %), if they are half of all at most.
+    const int64_t uncut = 2 * Min(dims->Routes() / dims->local_experts, tiles.group * dims->row_tile);
+    dims->minibatch = Min(RoundUp(Max(estimate, uncut), dims->row_tile), dims->capacity);
+    most = 4 * dims->minibatch <= dims->capacity ? 2 * dims->minibatch : dims->minibatch;
     // A given macrobatch must stay a multiple.
-    if (dims->macrobatch > 0 && dims->macrobatch % minibatch.forward != 0) {
-      minibatch = {dims->row_tile, dims->row_tile};
-    }
+    if (dims->macrobatch > 0 && dims->macrobatch % most != 0) dims->minibatch = most = dims->row_tile;
   }
-  dims->minibatch = direction == Direction::kForward ? minibatch.forward : minibatch.backward;
-  const int64_t all = RoundUp(dims->capacity, minibatch.forward);
+  const int64_t all = RoundUp(dims->capacity, dims->minibatch);
   if (dims->macrobatch == 0) {
     // The balanced load is what this rank sends itself; a quarter of slack, and half a tile of padding
     // for each expert.
     const int64_t balanced = dims->Routes() + dims->Routes() / 4 + dims->local_experts * dims->row_tile / 2;
-    dims->macrobatch = dims->ranks == 1 ? all : RoundUp(balanced, minibatch.forward);
+    dims->macrobatch = dims->ranks == 1 ? all : RoundUp(balanced, most);
   }
   dims->macrobatch = Min(dims->macrobatch, all);
+  if (alone) dims->minibatch = most;
 }
 
 // Routes whose experts one thread block of cuda/schedule.cu counts, and what it needs to remember: a

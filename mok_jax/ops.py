@@ -158,8 +158,11 @@ class Dims:
     def mxfp8(self) -> bool:
         return self.config.precision == "mxfp8"
 
-    def plan(self, backward: bool = False):
-        """The sizes of one (virtual) rank as the extension module computes them; passes differ in the minibatch.
+    def plan(self, alone: bool = False):
+        """The sizes of one (virtual) rank as the extension module computes them.
+
+        Args:
+          alone: for a forward pass that keeps no context, which has larger default minibatches.
 
         Raises:
           TypeError: a dtype that the implementation lacks.
@@ -190,7 +193,7 @@ class Dims:
             macrobatch=config.macrobatch or 0,
             portable=self.portable,
             peers=self.table != 0,
-            backward=backward,
+            alone=alone,
         )
         if plan.capacity >= 2**31:
             raise ValueError(
@@ -277,11 +280,11 @@ class Dims:
         module = _module(self.implementation)
         pass_ = module.Pass(backward=backward, context=context, gradients=gradients, mxfp8=self.mxfp8)
         wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
-        return self.plan(backward), pass_, self.dtype.itemsize, wide
+        return self.plan(alone=not (backward or context)), pass_, self.dtype.itemsize, wide
 
     def attributes(self, backward: bool, context: bool, gradients: int) -> dict[str, Any]:
         """A call's attributes, the same on every rank."""
-        plan, config = self.plan(backward), self.config
+        plan, config = self.plan(alone=not (backward or context)), self.config
         integers = dict(
             ranks=self.ranks,
             virtual_ranks=config.virtual_ranks,

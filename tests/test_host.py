@@ -263,13 +263,14 @@ ATTRIBUTES = {
     ),
     "minibatch": (dict(minibatch=12), "minibatch must be a multiple of 8 in [1, 2**31), got 12"),
     "negative_minibatch": (dict(minibatch=-8), "minibatch must be a multiple of 8 in [1, 2**31), got -8"),
+    "macrobatch_of_no_tile": (dict(macrobatch=12), "macrobatch must be a multiple of 8 in [1, 2**31), got 12"),
     "macrobatch": (
         dict(minibatch=16, macrobatch=24),
-        "macrobatch must be a multiple of 16 in [1, 2**31), got 24",
+        "macrobatch must be a multiple of the minibatch, or hold all rows, got 24 and 16 of 184 rows",
     ),
     "another_macrobatch": (
         dict(minibatch=8, macrobatch=8),
-        "context gate must have 2400 elements of F64, got 64800 of F64",
+        "context gate must have 2400 elements of F64, got 67200 of F64",
     ),
     "timeout": (dict(timeout=-1.0), "timeout must be more than 0 s, got -1.000000"),
 }

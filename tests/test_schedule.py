@@ -145,31 +145,25 @@ def test_defaults_on_one_rank_hold_all_rows(given, expected):
 
 
 @pytest.mark.parametrize(
-    "tokens, experts, intermediate, forward, backward",
-    [
-        pytest.param(1024, 16, 2048, 4 * 128, 128, id="experts of a tile or more"),
-        pytest.param(256, 2, 2048, 256, 128, id="a quarter of all rows"),
-        pytest.param(1024, 64, 64, 4096, 512, id="two waves"),
-    ],
+    "tokens, alone", [pytest.param(1024, 512, id="many rows"), pytest.param(64, 256, id="few rows")]
 )
-def test_default_minibatches_of_the_passes(tokens, experts, intermediate, forward, backward):
-    sizes = dict(tokens=tokens, top_k=4, experts=experts, hidden=64, intermediate=intermediate, row_tile=128)
-    there, back = make_dims(**sizes), make_dims(**sizes, backward=True)
-    assert (there.minibatch, back.minibatch) == (forward, backward)
-    assert (there.macrobatch, there.capacity) == (back.macrobatch, back.capacity)
+def test_a_forward_pass_alone_has_twice_the_minibatch(tokens, alone):
+    sizes = dict(tokens=tokens, top_k=4, experts=2, hidden=64, intermediate=2048, row_tile=128)
+    assert make_dims(**sizes).minibatch == 256
+    assert make_dims(**sizes, alone=True).minibatch == alone
 
 
-def test_the_macrobatch_is_a_multiple_of_both_minibatches():
+def test_the_macrobatch_suits_every_pass():
     rng = np.random.default_rng(0)
     for _ in range(300):
         tokens, hidden, intermediate, experts, top_k, ranks = (int(2**x) for x in rng.uniform(0, [14, 8, 12, 8, 4, 4]))
         sizes = dict(tokens=tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=intermediate)
         sizes |= dict(ranks=ranks, row_tile=128, macrobatch=int(rng.choice([0, 128, 1280, 4096])))
-        there, back = make_dims(**sizes), make_dims(**sizes, backward=True)
-        assert there.macrobatch == back.macrobatch, sizes
-        assert there.minibatch % back.minibatch == there.macrobatch % there.minibatch == back.minibatch % 128 == 0, (
-            sizes
-        )
+        trained, alone = make_dims(**sizes), make_dims(**sizes, alone=True)
+        assert trained.macrobatch == alone.macrobatch, sizes
+        for dims in (trained, alone):
+            assert dims.minibatch % 128 == dims.macrobatch % 128 == 0, sizes
+            assert dims.macrobatch >= dims.capacity or dims.macrobatch % dims.minibatch == 0, sizes
 
 
 def test_default_macrobatch_on_several_ranks_is_bounded_by_the_balanced_load():
