@@ -192,8 +192,8 @@ class Dims:
             minibatch=config.minibatch or 0,
             macrobatch=config.macrobatch or 0,
             portable=self.portable,
-            peers=self.table != 0,
             alone=alone,
+            peers=self.table != 0,
         )
         if plan.capacity >= 2**31:
             raise ValueError(

@@ -68,8 +68,8 @@ template <typename S, bool whole, bool kBackward>
 __global__ void __launch_bounds__(kThreads)
     Epilogue(const __grid_constant__ Params p, const __grid_constant__ Outcome outcome) {
   if (Aborted(outcome)) {
-    const bool first = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
-    if (first && (p.rank == 0 || outcome.ranks == 1)) Tell(outcome);
+    const bool tells = p.rank == 0 || outcome.ranks == 1;
+    if (tells && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) Tell(outcome);
     return FillResults<S>(p);
   }
   const Dims& d = p.dims;
