@@ -42,8 +42,11 @@ inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units, bool alone) 
     const int64_t uncut = 2 * Min(dims->Routes() / dims->local_experts, tiles.group * dims->row_tile);
     dims->minibatch = Min(RoundUp(Max(estimate, uncut), dims->row_tile), dims->capacity);
     most = 4 * dims->minibatch <= dims->capacity ? 2 * dims->minibatch : dims->minibatch;
-    // A given macrobatch must stay a multiple.
-    if (dims->macrobatch > 0 && dims->macrobatch % most != 0) dims->minibatch = most = dims->row_tile;
+    // A given macrobatch must stay a multiple, unless it holds all rows.
+    if (dims->macrobatch > 0 && dims->macrobatch < dims->capacity) {
+      if (dims->macrobatch % dims->minibatch != 0) dims->minibatch = dims->row_tile;
+      if (dims->macrobatch % most != 0) most = dims->minibatch;
+    }
   }
   const int64_t all = RoundUp(dims->capacity, dims->minibatch);
   if (dims->macrobatch == 0) {

@@ -153,6 +153,19 @@ def test_a_forward_pass_alone_has_twice_the_minibatch(tokens, alone):
     assert make_dims(**sizes, alone=True).minibatch == alone
 
 
+def test_a_macrobatch_that_is_a_default_changes_no_minibatch():
+    sizes = dict(tokens=4096, top_k=2, experts=2, hidden=256, intermediate=256, row_tile=128)
+    trained, alone = make_dims(**sizes), make_dims(**sizes, alone=True)
+    assert (trained.minibatch, alone.minibatch, trained.macrobatch) == (1024, 2048, 9216)
+    given = [make_dims(**sizes, macrobatch=9216, alone=alone) for alone in (False, True)]
+    assert [dims.minibatch for dims in given] == [1024, 2048]
+
+
+def test_a_macrobatch_that_is_a_multiple_of_the_smaller_minibatch_alone_leaves_that_to_all_passes():
+    sizes = dict(tokens=4096, top_k=2, experts=2, hidden=256, intermediate=256, row_tile=128, macrobatch=3072)
+    assert [make_dims(**sizes, alone=alone).minibatch for alone in (False, True)] == [1024, 1024]
+
+
 def test_the_macrobatch_suits_every_pass():
     rng = np.random.default_rng(0)
     for _ in range(300):
