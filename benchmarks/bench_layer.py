@@ -38,22 +38,22 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
-from memory import measure_growth, measure_peak
+from memory import measure_growth, measure_peak, pulled_bytes
 from problem import check_agreement, make_calls, make_problem, reference, results_to_check
 from protocol import BOUNDS, DIRECTIONS, LIMIT, ROUTINGS, SHAPES, Shape, both_orders, steady
 from report import draw, table
-from rivals import CONTENDERS
+from rivals import CONTENDERS, quantize
 
 import mok_jax
 from mok_jax.moe import IMPLEMENTATIONS, why_not
 
 DEFAULT = Shape(2048, 512, 1024, 16, 2, "float32")
 ON_CPU = "matmul,cuda,host,xla,ragged_dot,dense"
-ON_GPU = "matmul,cuda,cuda_skewed,pallas_mgpu,tokamax,torch_tuned,torch_compile,ragged_dot"
+ON_GPU = "matmul,cuda,cuda_mxfp8,cuda_skewed,pallas_mgpu,tokamax,torch_tuned,torch_compile,ragged_dot"
 CONFIG = ("row_tile", "minibatch", "macrobatch", "num_threads")
 # On a GPU: the process that measures a contender, and the seconds after which it is ended.
 TORCH, SLOW, JAX = "torch", "xla", "jax"
-PROCESSES = {TORCH: 180, SLOW: 60, JAX: 240}
+PROCESSES = {TORCH: 180, SLOW: 60, JAX: 300}
 DENSEST = 8  # "dense" is left out where it does more than so many times the layer's work
 
 
@@ -134,7 +134,8 @@ def merge(report: dict[str, Any], process: str, part: dict[str, Any]) -> None:
     """Adds what a process measured; its limit under a name of its own."""
     for key in ("agreement", "left_out"):
         report[key] |= {name: value for name, value in part[key].items() if name != LIMIT}
-    report["peak"] = part.get("peak") or report["peak"]
+    for key in ("peak", "mxfp8"):
+        report[key] = part.get(key) or report[key]
     for direction in DIRECTIONS:
         for name, point in part[direction].items():
             report[direction][f"{LIMIT} in {process}" if name == LIMIT else name] = point
@@ -148,6 +149,15 @@ def add_rates(report: dict[str, Any], shape: Shape) -> None:
             point["tflops"] = flops / point["median_ms"] / 1e9
             if limit:
                 point["share"] = limit["median_ms"] / point["median_ms"]
+
+
+def measure_mxfp8(shape: Shape, config: mok_jax.MoKConfig) -> dict[str, Any]:
+    """What a step of training does once, quantising the weights, in ms; and bytes that are pulled, by precision."""
+    call = functools.partial(quantize, make_problem("cuda", shape, config).arguments[2:])
+    return {
+        "quantize_ms": statistics.median(sampler(call)()),
+        "pulled_bytes": {str(precision): pulled_bytes(shape, config, precision) for precision in (None, "mxfp8")},
+    }
 
 
 # ---- both ----
@@ -165,11 +175,11 @@ def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, rout
             if name == "cuda":
                 report["peak"] = measure_peak(shape, config, passes[DIRECTIONS[1]])
             if name != LIMIT:
-                its_routing = contender.routing or routing
-                if wanted[0] != its_routing:
-                    wanted = its_routing, reference(shape, config, its_routing)
+                asked = contender.routing or routing, contender.precision
+                if wanted[0] != asked:
+                    wanted = asked, reference(shape, config, *asked)
                 results = results_to_check(shape, passes[DIRECTIONS[1]])
-                report["agreement"][name] = check_agreement(name, shape, results, wanted[1])
+                report["agreement"][name] = check_agreement(name, shape, results, wanted[1], contender.precision)
             calls[name] = passes
         except Exception as error:
             if contender.of_package:
@@ -182,6 +192,8 @@ def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, rout
 def measure_here(report: dict[str, Any], names: list[str], shape: Shape, config, options: argparse.Namespace) -> None:
     """Checks and times the contenders in this process."""
     calls = prepare(report, names, shape, config, options.routing)
+    if "cuda_mxfp8" in calls:
+        report["mxfp8"] = measure_mxfp8(shape, config)
     for direction in DIRECTIONS:
         passes = {name: calls[name][direction] for name in calls}
         if jax.default_backend() == "cpu":
@@ -270,7 +282,9 @@ def _why_not(name: str, shape: Shape) -> str | None:
         return f"it does {shape.experts / shape.top_k:g} times the layer's work, more than {DENSEST} times"
     if name.startswith(("torch_", "pallas_", "tokamax")) and jax.default_backend() == "cpu":
         return "it needs a GPU"
-    implementation = name.removesuffix("_skewed")
+    if name == "cuda_mxfp8" and shape.dtype != "bfloat16":
+        return "it needs --dtype bfloat16"
+    implementation = name.removesuffix("_skewed").removesuffix("_mxfp8")
     return why_not(implementation) if implementation in IMPLEMENTATIONS else None
 
 
@@ -287,6 +301,7 @@ def main(arguments: list[str] | None = None) -> None:
         "left_out": options.left_out,
         "memory": measure_growth(options.memory, shape, config),
         "peak": None,
+        "mxfp8": None,
         **{direction: {} for direction in DIRECTIONS},
     }
     if jax.default_backend() == "cpu" or options.process:
@@ -307,7 +322,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.png:
         draw(options.png, report)
     print(table(report))
-    failed = {"cuda", "cuda_skewed"} & (report["left_out"].keys() - options.left_out.keys())
+    failed = {"cuda", "cuda_mxfp8", "cuda_skewed"} & (report["left_out"].keys() - options.left_out.keys())
     if failed:
         sys.exit(f"bench_layer: {', '.join(sorted(failed))} failed")
 

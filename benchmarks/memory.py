@@ -71,12 +71,8 @@ def formula_bytes(shape: Shape, config: mok_jax.MoKConfig, implementation: str =
 
     "ring" is the larger of the two calls' scratch: ring, return buffer, carry and counters.
     """
-    gpu = None
-    if implementation == "cuda":
-        major, minor = jax.devices("cuda")[0].compute_capability.split(".")
-        gpu = ops.Gpu((int(major), int(minor)), None)
+    dims = _dims(shape, config, implementation)
     tokens, hidden, width, experts, top_k, _ = dataclasses.astuple(shape)
-    dims = ops.Dims(tokens, hidden, width, 0, experts, 1, top_k, jnp.dtype(shape.dtype), config, implementation, gpu)
 
     def array(*sizes, dtype=dims.dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -89,7 +85,7 @@ def formula_bytes(shape: Shape, config: mok_jax.MoKConfig, implementation: str =
     place = array(2, dtype=jnp.int32)
 
     def forward(*arguments):
-        return ops.forward(dims, *arguments, context=context)
+        return ops.forward(dims, *arguments, context=context)[:2]
 
     _, residuals = jax.eval_shape(forward, place, x, ids, router_weights, [*weights, *shared])
     gradients = ops.GATE_UP | ops.DOWN
@@ -101,6 +97,40 @@ def formula_bytes(shape: Shape, config: mok_jax.MoKConfig, implementation: str =
         "context": _bytes(residuals[3:]),
         "ring": max(dims.workspace_bytes(False, context, 0), dims.workspace_bytes(True, context, gradients)),
     }
+
+
+def pulled_bytes(shape: Shape, config: mok_jax.MoKConfig, precision: str | None, ranks: int = 2) -> list[int]:
+    """Bytes of x and dy that moved to where they are multiplied, forward and backward, as the kernels counted them on
+    so many virtual ranks."""
+    config = dataclasses.replace(config, precision=precision, virtual_ranks=ranks)
+    _, ids, (x, router_weights, *weights), d_y = make_problem("cuda", shape, config)
+    dims = _dims(shape, config, "cuda")
+    context, gradients = config.save_context, ops.GATE_UP | ops.DOWN
+    shared = [jnp.zeros((shape.hidden, 0), x.dtype)] * 2 + [jnp.zeros((0, shape.hidden), x.dtype)]
+    # What the weights hold does not matter here.
+    more = weights if precision is not None else []
+
+    @jax.jit
+    def both(x, ids, router_weights, weights, d_y):
+        place = jnp.zeros(2, jnp.int32)
+        arguments = (x, ids, router_weights, [*weights, *shared])
+        _, residuals, forward = ops.forward(dims, place, *arguments, context=context)
+        arguments = (x, ids, router_weights, [*weights, *shared, *more])
+        options = dict(context=context, gradients=gradients, dtypes=[x.dtype] * 6)
+        *_, backward = ops.backward(dims, place, d_y, *arguments, residuals, **options)
+        return dims.pulled_bytes(forward, False, context, 0), dims.pulled_bytes(backward, True, context, gradients)
+
+    words = jax.device_get(both(x, ids, router_weights, weights, d_y))
+    return [sum(int(low) + (int(high) << 32) for low, high in ranks) for ranks in words]
+
+
+def _dims(shape: Shape, config: mok_jax.MoKConfig, implementation: str) -> ops.Dims:
+    gpu = None
+    if implementation == "cuda":
+        major, minor = jax.devices("cuda")[0].compute_capability.split(".")
+        gpu = ops.Gpu((int(major), int(minor)), None)
+    tokens, hidden, width, experts, top_k, _ = dataclasses.astuple(shape)
+    return ops.Dims(tokens, hidden, width, 0, experts, 1, top_k, jnp.dtype(shape.dtype), config, implementation, gpu)
 
 
 def _bytes(arrays) -> int:

@@ -1,5 +1,6 @@
 """One contender's arrays and its two jitted passes, and whether its results are right. Called by bench_layer.py."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -8,16 +9,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from protocol import BOUNDS, CHECKED_TOKENS, DIRECTIONS, LIMIT, TENSORS, Shape, route
-from rivals import CONTENDERS
+from rivals import CONTENDERS, quantize
 
 import mok_jax
 
 
 class Problem(NamedTuple):
-    """What is measured: function(ids, *arguments) -> y, and y's cotangent."""
+    """What is measured: function(ids, *arguments) -> y, and y's cotangent. MXFP8: (ids, quantised weights)."""
 
     function: Callable[..., Any]
-    ids: jax.Array
+    ids: Any
     arguments: tuple[jax.Array, ...]
     d_y: Any
 
@@ -57,7 +58,10 @@ def make_problem(name: str, shape: Shape, config: mok_jax.MoKConfig, routing: st
     ids, router_weights = route(shape, contender.routing or routing)
     x, d_y, gate, up, down = _tensors(shape)
     weights = (_gate_up(shape), down) if contender.gate_up else (gate, up, down)
-    return Problem(function, jnp.asarray(ids), (x, jnp.asarray(router_weights), *weights), d_y)
+    fixed = jnp.asarray(ids)
+    if contender.precision is not None:
+        fixed = fixed, quantize(weights)
+    return Problem(function, fixed, (x, jnp.asarray(router_weights), *weights), d_y)
 
 
 def _limit(shape: Shape) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
@@ -104,8 +108,11 @@ def _reference(config: mok_jax.MoKConfig):
     return jax.jit(_both(CONTENDERS["reference"].make(config)))
 
 
-def reference(shape: Shape, config: mok_jax.MoKConfig, routing: str) -> tuple[jax.Array, ...]:
+def reference(
+    shape: Shape, config: mok_jax.MoKConfig, routing: str, precision: str | None = None
+) -> tuple[jax.Array, ...]:
     """y and all gradients of the package's reference for the first of the tokens."""
+    config = dataclasses.replace(config, precision=precision)
     few = checked_tokens(shape)
     _, ids, (x, router_weights, *weights), d_y = make_problem("reference", shape, config, routing)
     return _reference(config)(ids[:few], (x[:few], router_weights[:few], *weights), d_y[:few])
@@ -133,14 +140,15 @@ def _relative_error(value, wanted):
     return jnp.where(finite, relative.max(), jnp.nan)
 
 
-def check_agreement(name: str, shape: Shape, results, wanted) -> dict[str, float]:
-    """Each tensor's largest relative error; raises ValueError beyond the dtype's bound, where NaN always is."""
-    errors = {}
+def check_agreement(name: str, shape: Shape, results, wanted, precision: str | None = None) -> dict[str, float]:
+    """Each tensor's largest relative error; raises ValueError beyond the bound of the precision (None: the dtype),
+    where NaN always is."""
+    errors, precision = {}, precision or shape.dtype
     for tensor, value, exact in zip(TENSORS, results, wanted, strict=True):
         errors[tensor] = float(_relative_error(value, exact))
-        if not errors[tensor] <= BOUNDS[shape.dtype]:
+        if not errors[tensor] <= BOUNDS[precision]:
             raise ValueError(
-                f"{name}: {tensor} must be within {BOUNDS[shape.dtype]} of the reference in {shape.dtype}, "
+                f"{name}: {tensor} must be within {BOUNDS[precision]} of the reference in {precision}, "
                 f"got {errors[tensor]:.2e}"
             )
     return errors

@@ -17,8 +17,9 @@ TENSORS = ("y", "d_x", "d_router_weights", "d_w_gate", "d_w_up", "d_w_down")
 DIRECTIONS = ("forward", "forward+backward")
 LIMIT = "matmul"
 # The largest error of a tensor (of one expert's part of it, for the weights' gradients), relative to the
-# reference's largest value there. Both round; bfloat16 rounds g, u, h and o on the way.
-BOUNDS = {"float32": 2e-5, "bfloat16": 4e-2}
+# reference's largest value there. Both round; bfloat16 rounds g, u, h and o on the way. In MXFP8 a value near the
+# middle of two may go either way, to an eighth more or less.
+BOUNDS = {"float32": 2e-5, "bfloat16": 4e-2, "mxfp8": 1e-1}
 CHECKED_TOKENS = 1024  # on a GPU: the reference would take minutes and all memory for all of them
 ROUTINGS = ("uniform", "skewed")
 

@@ -22,9 +22,23 @@ def table(report: dict[str, Any]) -> str:
     lines += [_growth(name, point) for name, point in report["memory"].items()]
     if report["peak"]:
         lines.append(_peak(report["peak"]))
+    if report["mxfp8"]:
+        lines += _mxfp8(report["mxfp8"])
     lines += _rates(report) if machine["platform"] != "cpu" else _ratios(report)
     lines += [f"{name} left out: {reason}" for name, reason in report["left_out"].items()]
     return "\n".join(lines)
+
+
+def _mxfp8(measured: dict[str, Any]) -> list[str]:
+    pulled, mxfp8 = (measured["pulled_bytes"][precision] for precision in ("None", "mxfp8"))
+    shares = ", ".join(
+        f"{b / GIBI:.3f} GiB {direction}, {b / a:.4f} of bfloat16's"
+        for direction, a, b in zip(("forward", "backward"), pulled, mxfp8, strict=True)
+    )
+    return [
+        f"MXFP8: quantising the weights, once for an update: {measured['quantize_ms']:.2f} ms",
+        f"MXFP8: x and dy pulled by two virtual ranks: {shares} (33/64 = {33 / 64:.4f})",
+    ]
 
 
 def _growth(name: str, point: dict[str, Any]) -> str:
@@ -69,6 +83,9 @@ def _rates(report: dict[str, Any]) -> list[str]:
         points = [report[direction][name] for direction in DIRECTIONS]
         row = "".join(f"{p['median_ms']:14.3f}{p['tflops']:9.0f}{p.get('share', float('nan')):7.3f}" for p in points)
         lines.append(f"{name:20}{row}")
+    if "cuda_mxfp8" in report[DIRECTIONS[0]] and "cuda" in report[DIRECTIONS[0]]:
+        speeds = [report[d]["cuda"]["median_ms"] / report[d]["cuda_mxfp8"]["median_ms"] for d in DIRECTIONS]
+        lines.append(f"MXFP8 has {speeds[0]:.1%} of cuda's speed forward, {speeds[1]:.1%} forward+backward")
     if "cuda_skewed" in report[DIRECTIONS[0]] and "cuda" in report[DIRECTIONS[0]]:
         costs = [report[d]["cuda_skewed"]["median_ms"] / report[d]["cuda"]["median_ms"] for d in DIRECTIONS]
         lines.append(f"skewed routing costs cuda {costs[0] - 1:+.1%} forward, {costs[1] - 1:+.1%} forward+backward")

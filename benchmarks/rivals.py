@@ -8,6 +8,7 @@ backward pass of the same kind. Sources of the products, read at these versions:
 version whose Triton kernel is Pallas; later ones need triton 3.7, and their Mosaic kernel is the same).
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -32,6 +33,24 @@ def package(implementation: str, config: mok_jax.MoKConfig) -> Callable[..., Arr
         return mok_jax.moe(x, ids, router_weights, *experts, implementation=implementation, config=config)
 
     return layer
+
+
+def package_mxfp8(implementation: str, config: mok_jax.MoKConfig) -> Callable[..., Array]:
+    """mok_jax.moe in MXFP8, of weights that were quantised before: the first argument is (ids, those)."""
+    config = dataclasses.replace(config, precision="mxfp8")
+
+    def layer(fixed, x, router_weights, *experts):
+        ids, quantized = fixed
+        experts = [q._replace(weight=w) for q, w in zip(quantized, experts, strict=True)]
+        return mok_jax.moe(x, ids, router_weights, *experts, implementation=implementation, config=config)
+
+    return layer
+
+
+@jax.jit
+def quantize(weights: tuple[Array, ...]) -> tuple[mok_jax.Mxfp8Weight, ...]:
+    """What a training step does once with the weights for all its microbatches."""
+    return tuple(mok_jax.quantize_weight(w).dequantize()._replace(weight=None) for w in weights)
 
 
 def ragged_dot_layer(ids, x, router_weights, w_gate, w_up, w_down):
@@ -198,18 +217,23 @@ def tokamax_products() -> Products:
 
 
 class Contender(NamedTuple):
-    """make: MoKConfig -> layer. gate_up: it takes gate and up as one weight. routing: None for the one asked for."""
+    """make: MoKConfig -> layer. gate_up: it takes gate and up as one weight. routing: None for the one asked for.
+
+    precision: MoKConfig's, of the layer and of the reference that it must agree with.
+    """
 
     make: Callable[[mok_jax.MoKConfig], Callable[..., Any]]
     gate_up: bool = False
     routing: str | None = None
     of_package: bool = False
+    precision: str | None = None
 
 
 CONTENDERS = {
     "matmul": Contender(lambda config: matmuls),
     "cuda": Contender(functools.partial(package, "cuda"), of_package=True),
     "cuda_skewed": Contender(functools.partial(package, "cuda"), routing="skewed", of_package=True),
+    "cuda_mxfp8": Contender(functools.partial(package_mxfp8, "cuda"), of_package=True, precision="mxfp8"),
     "host": Contender(functools.partial(package, "host"), of_package=True),
     "xla": Contender(functools.partial(package, "xla"), of_package=True),
     "pallas_mgpu": Contender(lambda config: stitched(mgpu_products()), gate_up=True),

@@ -6,6 +6,7 @@ both axes, the experts over the second, everything else is replicated.
 
     python -m pip install '.[examples]'
     python examples/train_lm.py                  # 8 virtual CPU devices, about 3 minutes on two cores
+    python examples/train_lm.py --precision mxfp8  # the experts multiply in MXFP8
     python examples/train_lm.py --help           # every setting and its default
 
 It prints the text's byte entropies, the loss as it falls, and the final validation loss, which ends
@@ -40,6 +41,11 @@ BYTES = 256
 BALANCE_COEFFICIENT = 1e-2
 Z_COEFFICIENT = 1e-3
 VALIDATION_SHARE = 20  # one file in so many
+PRECISIONS = {  # of the MoE layers: options of MoKMoE
+    "float32": {},
+    "bfloat16": dict(dtype=jnp.bfloat16),
+    "mxfp8": dict(dtype=jnp.bfloat16, config=mok_jax.MoKConfig(precision="mxfp8")),
+}
 
 
 def _setting(default, text):
@@ -53,6 +59,7 @@ class Settings:
     implementation: str | None = _setting(
         None, "cuda, host, xla or reference; without it the best that the devices allow"
     )
+    precision: str = _setting("float32", f"in which the MoE layers multiply: {', '.join(PRECISIONS)}")
     mesh: str | None = _setting(None, "data x expert devices, as 2x4; without it 2x4 on a CPU, else all devices")
     steps: int = _setting(400, "training steps")
     batch: int = _setting(32, "sequences in a step")
@@ -109,6 +116,7 @@ class Block(nnx.Module):
             settings.top_k,
             implementation=settings.implementation,
             rngs=rngs,
+            **PRECISIONS[settings.precision],
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -372,6 +380,8 @@ def check(settings: Settings, mesh: Mesh) -> None:
     ):
         if value % divisor:
             raise ValueError(f"{flag} must be a multiple of {divisor}, {of}, got {value}")
+    if settings.precision not in PRECISIONS:
+        raise ValueError(f"--precision must be one of {', '.join(PRECISIONS)}, got {settings.precision!r}")
     if settings.top_k > settings.experts:
         raise ValueError(f"--top-k must be at most --experts {settings.experts}, got {settings.top_k}")
     mok_jax.choose_implementation(settings.implementation, mesh, mesh.shape["expert"])

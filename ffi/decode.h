@@ -21,7 +21,7 @@ namespace ffi = xla::ffi;
 
 // Attributes of a call, the same on every rank.
 struct CallAttributes {
-  int64_t ranks, virtual_ranks, row_tile, minibatch, macrobatch, context, gradients, random_order;
+  int64_t ranks, virtual_ranks, row_tile, minibatch, macrobatch, context, gradients, mxfp8, random_order;
   double swiglu_limit, timeout;
   int64_t num_threads;                            // host
   int64_t portable, num_comm_sms, stuck_counter;  // CUDA
@@ -57,6 +57,7 @@ struct xla::ffi::AttrDecoding<mok::CallAttributes> {
     read("macrobatch", &call.macrobatch);
     read("context", &call.context);
     read("gradients", &call.gradients);
+    read("mxfp8", &call.mxfp8);
     read("random_order", &call.random_order);
     read("swiglu_limit", &call.swiglu_limit);
     read("timeout", &call.timeout);
@@ -188,8 +189,9 @@ inline std::string Complaint(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids,
 inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::RemainingArgs arguments,
                       ffi::RemainingRets results, const Tiles& tiles) {
   Decoded decoded{};
-  const bool backward = direction == Direction::kBackward;
-  if (arguments.size() != (backward ? 19 : 10) || results.size() != (backward ? 9 : 10)) {
+  const bool backward = direction == Direction::kBackward, mxfp8 = call.mxfp8 != 0;
+  const bool for_gradient = mxfp8 && backward;  // the input gradient has weights of its own
+  if (arguments.size() != (for_gradient ? 22 : backward ? 19 : 10) || results.size() != (backward ? 9 : 10)) {
     decoded.complaint = "mok_jax: this module and mok_jax/ops.py are of different versions; reinstall mok_jax";
     return decoded;
   }
@@ -201,8 +203,14 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   const ffi::AnyBuffer x = buffers.Argument(), ids = buffers.Argument(), router_weights = buffers.Argument();
   ffi::AnyBuffer weights[6] = {buffers.Argument(), buffers.Argument(), buffers.Argument(),
                                buffers.Argument(), buffers.Argument(), buffers.Argument()};
+  ffi::AnyBuffer gradient_weights[3] = {weights[0], weights[1], weights[2]};
+  if (for_gradient) {
+    for (ffi::AnyBuffer& weight : gradient_weights) weight = buffers.Argument();
+  }
   const std::optional<ScalarType> type = TypeOf(x);
   if (!type) return decoded.complaint = "mok_jax: x must be float32, float64 or bfloat16", decoded;
+  if (mxfp8 && type != ScalarType::kBFloat16)
+    return decoded.complaint = "mok_jax: x must be bfloat16 for MXFP8", decoded;
   decoded.complaint = Complaint(x, ids, weights[0], weights[3], call);
   if (!decoded.complaint.empty()) return decoded;
   const ffi::DataType storage = x.element_type(), index = ffi::DataType::S32;
@@ -241,6 +249,7 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   pass.down_gradient = backward && (call.gradients & kDownBit);
   pass.shared_gate_up_gradient = backward && (call.gradients & kSharedGateUpBit);
   pass.shared_down_gradient = backward && (call.gradients & kSharedDownBit);
+  pass.mxfp8 = mxfp8;
 
   const int64_t expert_elements = d.local_experts * d.hidden * d.intermediate;
   const int64_t shared_elements = d.hidden * d.shared_intermediate;
@@ -255,6 +264,10 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
                                               "shared w_gate", "shared w_up", "shared w_down"};
   for (int i = 0; i < 6; ++i) {
     buffers.Check(kWeights[i], weights[i], storage, i < 3 ? copies * expert_elements : shared_elements);
+  }
+  for (int i = 0; i < 3; ++i) {
+    buffers.Check((std::string(kWeights[i]) + " for the gradient").c_str(), gradient_weights[i], storage,
+                  copies * expert_elements);
   }
 
   Schedule schedule{};
@@ -305,14 +318,22 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
     p.x = At(x.untyped_data(), v * d.tokens * d.hidden, s);
     p.router_weights = At(router_weights.untyped_data(), v * d.Routes(), w);
     p.d_y = d_y ? At(d_y->untyped_data(), v * d.tokens * d.hidden, s) : nullptr;
-    const auto operand = [&](int i) {
-      const bool routed = i < 3, down = i % 3 == 2;
-      const int64_t width = routed ? d.intermediate : d.shared_intermediate;
-      return WeightOperand{At(weights[i].untyped_data(), routed ? v * expert_elements : 0, s), nullptr, *type,
-                           down ? d.hidden : width};
+    const auto operands = [&](const ffi::AnyBuffer* of, const ffi::AnyBuffer* of_gradient, int64_t width, int64_t at) {
+      const auto operand = [&](const ffi::AnyBuffer& weight, int64_t pitch) {
+        return WeightOperand{At(weight.untyped_data(), at, s), pitch};
+      };
+      return Weights{operand(of[0], width),
+                     operand(of[1], width),
+                     operand(of[2], d.hidden),
+                     operand(of_gradient[0], width),
+                     operand(of_gradient[1], width),
+                     operand(of_gradient[2], d.hidden),
+                     nullptr,
+                     nullptr,
+                     nullptr};
     };
-    p.routed = {operand(0), operand(1), operand(2), operand(0), operand(1), operand(2), nullptr, nullptr, nullptr};
-    p.shared = {operand(3), operand(4), operand(5), operand(3), operand(4), operand(5), nullptr, nullptr, nullptr};
+    p.routed = operands(weights, gradient_weights, d.intermediate, v * expert_elements);
+    p.shared = operands(weights + 3, weights + 3, d.shared_intermediate, 0);
     p.schedule = {schedule.row_source + v * d.capacity, schedule.row_offset + v * (d.local_experts + 1),
                   schedule.row_count + v * d.local_experts};
     p.context = {At(context.x, v * d.macrobatch * d.hidden, s), At(context.gate, v * d.macrobatch * d.intermediate, s),

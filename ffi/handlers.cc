@@ -154,6 +154,35 @@ py::tuple ListTasks(const Plan& d, const Pass& pass, py::array_t<int32_t, py::ar
   return py::make_tuple(communication, compute, expected);
 }
 
+// The codec of numerics.h over the rows of a matrix of bfloat16 bits: the rows as they travel, MxRowBytes each, and
+// rounded to MXFP8 as bfloat16 bits.
+py::tuple QuantizeMxfp8(py::array_t<uint16_t, py::array::c_style> rows) {
+  const py::ssize_t count = rows.shape(0), n = rows.shape(1);
+  py::array_t<uint8_t> travelling({count, static_cast<py::ssize_t>(MxRowBytes(n))});
+  py::array_t<uint16_t> rounded({count, n});
+  const auto* from = reinterpret_cast<const BFloat16*>(rows.data());
+  auto* to = reinterpret_cast<BFloat16*>(rounded.mutable_data());
+  std::memcpy(to, from, count * n * sizeof(BFloat16));
+  std::memset(travelling.mutable_data(), 0, travelling.size());
+  for (py::ssize_t r = 0; r < count; ++r) {
+    host::ToMx(from + r * n, n, travelling.mutable_data(r, 0));
+    host::RoundToMx(to + r * n, n);
+  }
+  return py::make_tuple(travelling, rounded);
+}
+
+// e4m3 of each float, and the float of each e4m3.
+py::array_t<uint8_t> ToE4M3s(py::array_t<float, py::array::c_style> values) {
+  py::array_t<uint8_t> codes(values.size());
+  for (py::ssize_t i = 0; i < values.size(); ++i) codes.mutable_data()[i] = ToE4M3(values.data()[i]);
+  return codes;
+}
+py::array_t<float> FromE4M3s(py::array_t<uint8_t, py::array::c_style> codes) {
+  py::array_t<float> values(codes.size());
+  for (py::ssize_t i = 0; i < codes.size(); ++i) values.mutable_data()[i] = E4M3ToFloat(codes.data()[i]);
+  return values;
+}
+
 bool CpuHas(const std::string& level) {
   if (level == "x86-64-v4") {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -184,6 +213,9 @@ PYBIND11_MODULE(MOK_MODULE, module) {
   module.def("minibatch_estimate", &MinibatchEstimate, py::arg("units"), py::arg("row_tile"), py::arg("columns"),
              py::arg("intermediate"));
   module.def("build_schedule", &BuildSchedule, py::arg("dims"), py::arg("rank"), py::arg("ids"));
+  module.def("quantize_mxfp8", &QuantizeMxfp8, py::arg("rows"));
+  module.def("to_e4m3", &ToE4M3s, py::arg("values"));
+  module.def("from_e4m3", &FromE4M3s, py::arg("codes"));
   module.def("list_tasks", &ListTasks, py::arg("dims"), py::arg("pass_"), py::arg("row_offset"), py::arg("tiles"),
              py::arg("gathers"));
 }

@@ -18,17 +18,22 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-MOK_HD inline float ToFloat(BFloat16 value) {
-  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof(result));
-  return result;
+MOK_HD inline uint32_t FloatBits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
 }
+MOK_HD inline float FloatOf(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+MOK_HD inline float ToFloat(BFloat16 value) { return FloatOf(static_cast<uint32_t>(value.bits) << 16); }
 
 // Rounds to nearest even; a NaN stays a (quiet) NaN.
 MOK_HD inline BFloat16 ToBFloat16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
+  const uint32_t bits = FloatBits(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
     return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
   }
@@ -48,6 +53,57 @@ struct Numerics<BFloat16> {
   MOK_HD static Wide Widen(BFloat16 value) { return ToFloat(value); }
   MOK_HD static BFloat16 Round(Wide value) { return ToBFloat16(value); }
 };
+
+// ---- MXFP8: blocks of 32 e4m3 values along the contraction, each block with an e8m0 scale ----
+//
+// scale = 2^ceil(log2(amax / 448)), the least power of two that brings the block into e4m3's range, and at
+// least 2^-127, also where all are zero. Values are rounded to nearest even. A block with an infinity or a
+// NaN has the largest scale, 2^120: an infinity saturates to 448, whose product with it is an infinity again,
+// and a NaN stays one. Every value of mok_jax/mxfp8.py is the same bit for bit.
+// Source: OCP Microscaling Formats (MX) v1.0; the scale rounded up as in Mixture-of-Kittens.
+
+inline constexpr int64_t kMxBlock = 32;
+
+// A row as it travels: chunks of 1024 values, each chunk its 32 scales and then its values. The last one has as
+// many values as are left, up to a multiple of 16 bytes, and 32 scales none the less.
+inline constexpr int64_t kMxChunk = 1024, kMxChunkBytes = kMxChunk / kMxBlock + kMxChunk;
+MOK_HD inline int64_t MxRowBytes(int64_t n) {
+  return (n + kMxChunk - 1) / kMxChunk * (kMxChunkBytes - kMxChunk) + (n + 15) / 16 * 16;
+}
+MOK_HD inline int64_t MxScaleAt(int64_t i) { return i / kMxChunk * kMxChunkBytes + i % kMxChunk / kMxBlock; }
+MOK_HD inline int64_t MxValueAt(int64_t i) { return i / kMxChunk * kMxChunkBytes + kMxChunk / kMxBlock + i % kMxChunk; }
+
+// From FloatBits(amax), without the sign: a maximum over the bits finds infinities and NaNs too.
+MOK_HD inline uint8_t MxScale(uint32_t amax) {
+  constexpr uint32_t kInfinity = 0x7f800000u, kBeyond448 = 0x001fffffu;  // a significand above 1.75 carries
+  const uint32_t exponent = ((amax < kInfinity ? amax : kInfinity) + kBeyond448) >> 23;
+  return static_cast<uint8_t>(exponent > 8 ? exponent - 8 : 0);  // 448 = 1.75 * 2^8
+}
+MOK_HD inline float MxScaleToFloat(uint8_t scale) {
+  return FloatOf(scale == 0 ? 0x00400000u : scale == 255 ? 0x7fc00000u : static_cast<uint32_t>(scale) << 23);
+}
+// 1 / scale, of a scale that MxScale returned.
+MOK_HD inline float MxInverse(uint8_t scale) { return FloatOf((254u - scale) << 23); }
+
+// Saturates; a NaN stays one.
+MOK_HD inline uint8_t ToE4M3(float value) {
+  const uint32_t bits = FloatBits(value), magnitude = bits & 0x7fffffffu;
+  const uint32_t sign = bits >> 24 & 0x80u;
+  if (magnitude > 0x7f800000u) return static_cast<uint8_t>(sign | 0x7fu);
+  uint32_t code;
+  if (magnitude < 121u << 23) {  // below 2^-6: a multiple of 2^-9, which is the last bit of 2^14 + value
+    code = FloatBits(FloatOf(magnitude) + 0x1p14f) - FloatBits(0x1p14f);
+  } else {
+    code = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
+  }
+  return static_cast<uint8_t>(sign | (code < 0x7eu ? code : 0x7eu));
+}
+MOK_HD inline float E4M3ToFloat(uint8_t code) {
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24, magnitude = code & 0x7fu;
+  if (magnitude == 0x7fu) return FloatOf(sign | 0x7fc00000u);
+  const float value = magnitude < 8u ? static_cast<float>(magnitude) * 0x1p-9f : FloatOf((magnitude + 960u) << 20);
+  return FloatOf(FloatBits(value) | sign);
+}
 
 // Clamped SwiGLU: h = silu(min(g, limit)) * clamp(u, -limit, limit). Without a clamp the limit is
 // infinite. The gradient is zero outside the limits and passes at equality. A NaN stays a NaN: every

@@ -41,15 +41,15 @@ struct Pass {
   bool down_gradient;
   bool shared_gate_up_gradient;
   bool shared_down_gradient;
+  bool mxfp8;  // the routed experts multiply MXFP8 values, and x and dy travel as such
 };
 
-// A weight as one GEMM reads it. The input gradient has an operand of its own, because MXFP8 scales
-// run along the contraction: until then both are the same. scales: null unless type is MXFP8.
+// A weight [experts, rows, pitch] as one GEMM reads it. The input gradient has an operand of its own, because
+// MXFP8 rounds along the contraction, which there are the columns and in the forward pass the rows; otherwise both
+// are the same.
 struct WeightOperand {
-  const void* values;
-  const void* scales;
-  ScalarType type;
-  int64_t pitch;  // elements from one row to the next
+  const void* values;  // S, MXFP8 values too, which it holds exactly
+  int64_t pitch;       // elements from one row to the next
 };
 
 struct Weights {
@@ -70,11 +70,11 @@ struct Gradients {
   Gradient gate, up, down;
 };
 
-// What one rank shows its peers: frozen while the kernel runs, but for the return window, whose slots
-// each have one writer.
+// What one rank shows its peers: frozen while the kernel runs, but for the return window, whose slots each have
+// one writer.
 struct Peer {
-  const void* x;               // S [T, H]
-  const void* d_y;             // S [T, H], backward
+  const void* x;               // S [T, H], with MXFP8 T rows of MxRowBytes(H)
+  const void* d_y;             // likewise, backward
   const void* router_weights;  // W [T, K]
   void* returned;              // S [T*K, H]: o in the forward pass, dx in the backward pass
   void* returned_d_weights;    // W [T*K], backward
@@ -116,6 +116,8 @@ struct Ring {
   void* shared_up;            // S [T, I_s]
   void* shared_d_gate;        // S [T, I_s]         backward
   void* shared_d_up;          // S [T, I_s]
+  void* staged_x;             // T MxRowBytes(H)    MXFP8: x as this rank and its peers pull it
+  void* staged_d_y;           // T MxRowBytes(H)    likewise, backward
   void* carry;                // W [3, H*I]         weight gradient of the expert that straddles two macrobatches
   void* returned;             // S [T*K, H]         the return window, written by peers
   void* returned_d_weights;   // W [T*K]
@@ -149,6 +151,12 @@ struct Params {
   void* d_router_weights;  // W [T, K]
   Gradients d_routed, d_shared;
 };
+
+inline Peer PeerOf(const Params& p) {
+  const bool mxfp8 = p.pass.mxfp8;
+  return {mxfp8 ? p.ring.staged_x : p.x, mxfp8 ? p.ring.staged_d_y : p.d_y, p.router_weights, p.ring.returned,
+          p.ring.returned_d_weights};
+}
 
 }  // namespace mok
 

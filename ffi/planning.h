@@ -28,19 +28,21 @@ struct Plan : Dims {
   Tiles tiles;
 };
 
-inline Pass MakePass(bool backward, bool context, int64_t gradients) {
+inline Pass MakePass(bool backward, bool context, int64_t gradients, bool mxfp8) {
   return {backward ? Direction::kBackward : Direction::kForward,
           context,
           (gradients & kGateUpBit) != 0,
           (gradients & kDownBit) != 0,
           (gradients & kSharedGateUpBit) != 0,
-          (gradients & kSharedDownBit) != 0};
+          (gradients & kSharedDownBit) != 0,
+          mxfp8};
 }
 
 // The most compute tasks that any pass over these sizes can have, if all rows are there and nothing is kept.
 inline int64_t MostTasks(const Plan& p) {
   const std::vector<int32_t> row_offset(p.local_experts + 1, static_cast<int32_t>(p.capacity));
-  return TaskList(p, p.tiles, {Direction::kBackward, false, true, true, true, true}, row_offset.data()).NumCompute();
+  return TaskList(p, p.tiles, {Direction::kBackward, false, true, true, true, true, false}, row_offset.data())
+      .NumCompute();
 }
 
 inline py::capsule Capsule(void* handler) { return py::capsule(handler, "xla._CUSTOM_CALL_TARGET"); }
@@ -67,7 +69,8 @@ inline void DefinePlanning(py::module_& module, const Target& target) {
       .def_readonly("capacity", &Plan::capacity)
       .def_property_readonly("most_tasks", &MostTasks);
   py::class_<Pass>(module, "Pass", py::module_local())
-      .def(py::init(&MakePass), py::kw_only(), py::arg("backward"), py::arg("context"), py::arg("gradients"));
+      .def(py::init(&MakePass), py::kw_only(), py::arg("backward"), py::arg("context"), py::arg("gradients"),
+           py::arg("mxfp8") = false);
   module.def(
       "workspace_bytes",
       [](const Plan& p, const Pass& pass, int64_t storage_bytes, int64_t wide_bytes) {

@@ -22,7 +22,7 @@ struct Tiles {
   Shape down_gradient;
   int64_t group;               // rows of tiles walked column by column, about
   int64_t communication_rows;  // of a communication task; 0: a whole block
-  bool gathers;                // reads x and dy where they are if rows need not travel; else always by the ring
+  bool gathers;                // reads x and dy where they are if they need neither travel nor be converted
 };
 
 // In the wider type of the two.

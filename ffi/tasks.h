@@ -56,6 +56,11 @@ struct CounterLayout {
   }
 };
 
+// Whether x and dy come to the ring before they are multiplied.
+MOK_HD inline bool Pulls(const Dims& dims, const Tiles& tiles, const Pass& pass) {
+  return dims.Exchanges() || !tiles.gathers || pass.mxfp8;
+}
+
 class TaskList {
  public:
   // row_offset: Schedule::row_offset; read by every call.
@@ -67,7 +72,7 @@ class TaskList {
         macrobatch_rows_(static_cast<Index>(dims.macrobatch)),
         local_experts_(static_cast<Index>(dims.local_experts)) {
     pushes_ = dims.Exchanges();
-    pulls_ = pushes_ || !tiles.gathers;
+    pulls_ = mok::Pulls(dims, tiles, pass);
     parts_ = tiles.communication_rows == 0 ? 1 : CeilDiv(dims.row_tile, tiles.communication_rows);
     group_ = tiles.group;
     backward_ = pass.direction == Direction::kBackward;

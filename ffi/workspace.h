@@ -78,7 +78,7 @@ inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, i
     return at;
   };
   const bool backward = pass.direction == Direction::kBackward;
-  const bool exchanges = d.Exchanges(), pulls = exchanges || !tiles.gathers;
+  const bool exchanges = d.Exchanges(), pulls = Pulls(d, tiles, pass);
   const bool several = d.capacity > d.macrobatch;  // more than one macrobatch is possible
   const bool replays = backward && (several || !pass.context);
   const int64_t rows = d.macrobatch, s = storage_bytes, w = wide_bytes;
@@ -99,6 +99,8 @@ inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, i
   ring->shared_up = take(backward && !pass.context, shared, s);
   ring->shared_d_gate = take(backward, shared, s);
   ring->shared_d_up = take(backward, shared, s);
+  ring->staged_x = take(pass.mxfp8 && !d.peers, d.tokens * MxRowBytes(d.hidden), 1);
+  ring->staged_d_y = take(pass.mxfp8 && !d.peers && backward, d.tokens * MxRowBytes(d.hidden), 1);
   ring->carry =
       take(backward && several && (pass.gate_up_gradient || pass.down_gradient), 3 * d.hidden * d.intermediate, w);
   ring->returned = take(!d.peers, d.Routes() * d.hidden, s);  // else in the arena

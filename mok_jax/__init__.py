@@ -10,15 +10,20 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 from mok_jax import distributed
 from mok_jax.config import MoKConfig
 from mok_jax.moe import choose_implementation, moe, save_moe_residuals, why_not
+from mok_jax.mxfp8 import Mxfp8, Mxfp8Weight, quantize_mxfp8, quantize_weight
 from mok_jax.routing import Routing, route
 
 __all__ = [
     "MoKConfig",
     "MoKMoE",
+    "Mxfp8",
+    "Mxfp8Weight",
     "Routing",
     "choose_implementation",
     "distributed",
     "moe",
+    "quantize_mxfp8",
+    "quantize_weight",
     "route",
     "save_moe_residuals",
     "why_not",

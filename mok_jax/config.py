@@ -13,7 +13,7 @@ TIMEOUT_VARIABLE = "MOK_TIMEOUT"
 
 @dataclasses.dataclass(frozen=True)
 class MoKConfig:
-    """How `moe` computes: nothing here changes what it computes, except `swiglu_limit`.
+    """How `moe` computes: nothing here changes what it computes, except `swiglu_limit` and `precision`.
 
     The other fields are about the ring and the ranks of "cuda" and "host"; "xla" and "reference", which
     have neither, pay them no heed beyond these checks.
@@ -21,6 +21,9 @@ class MoKConfig:
     Attributes:
       swiglu_limit: None, or a finite float >= 0. The gate is clamped to at most this value and the
         up projection to [-limit, limit]; the gradient is zero where a value lies outside.
+      precision: None multiplies in x's dtype. "mxfp8", for a bfloat16 x: the routed experts multiply
+        values of eight bits with a scale for each 32 (e4m3, e8m0), in the forward pass and the input
+        gradient; `mok_jax.mxfp8_reference` is the definition.
       row_tile: rows of one tile, a multiple of 8; each expert's rows are padded to it. None takes
         the implementation's own, 128. "cuda" has no other.
       minibatch: rows that become ready for the expert FFN at a time, a multiple of the row tile.
@@ -57,6 +60,7 @@ class MoKConfig:
     """
 
     swiglu_limit: float | None = None
+    precision: str | None = None
     row_tile: int | None = None
     minibatch: int | None = None
     macrobatch: int | None = None
@@ -72,6 +76,9 @@ class MoKConfig:
     stuck_counter: int | None = None
 
     def __post_init__(self) -> None:
+        if self.precision not in (None, "mxfp8"):
+            wrong = ValueError if isinstance(self.precision, str) else TypeError
+            raise wrong(f'MoKConfig: precision must be "mxfp8" or None, got {self.precision!r}')
         _check_number("swiglu_limit", self.swiglu_limit, "a finite number >= 0 or None", lambda v: v >= 0)
         for name in ("timeout", "barrier_timeout"):
             _check_number(name, getattr(self, name), "a finite number of seconds > 0 or None", lambda v: v > 0)

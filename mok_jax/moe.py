@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from mok_jax import distributed, ops
 from mok_jax.config import MoKConfig
+from mok_jax.mxfp8 import BLOCK, Mxfp8, Mxfp8Weight, quantize_weight
+from mok_jax.mxfp8_reference import moe_mxfp8_reference
 from mok_jax.placement import DEFAULT_EXPERT_AXIS, AnyMesh, Placement, place, vary_alike
 from mok_jax.reference import accumulation_dtype, moe_reference
 from mok_jax.xla import moe_xla
@@ -29,6 +31,7 @@ IMPLEMENTATIONS = ("cuda", "host", "xla", "reference")  # best first
 logger = logging.getLogger("mok_jax")
 
 Weights = tuple[jax.Array, ...]
+Experts = tuple[jax.Array | Mxfp8Weight, ...]
 
 save_moe_residuals = jax.checkpoint_policies.save_only_these_names(
     "mok_ids", "mok_weights", "mok_schedule", "mok_context", "mok_out"
@@ -40,9 +43,9 @@ def moe(
     x: jax.Array,
     expert_ids: jax.Array,
     router_weights: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_gate: jax.Array | Mxfp8Weight,
+    w_up: jax.Array | Mxfp8Weight,
+    w_down: jax.Array | Mxfp8Weight,
     *,
     shared: Weights | None = None,
     implementation: str | None = None,
@@ -63,7 +66,8 @@ def moe(
         expert: it costs and contributes nothing. The same id twice in a row counts twice.
       router_weights: float32 (float64 with a float64 x) [tokens, top_k].
       w_gate: x's dtype, or float32 under a bfloat16 x [experts, hidden, intermediate]. Its gradient
-        has its own dtype and is rounded once, from the accumulator.
+        has its own dtype and is rounded once, from the accumulator. With precision="mxfp8" also what
+        `quantize_weight` made of it; without, the call quantises it.
       w_up: as `w_gate`.
       w_down: likewise [experts, intermediate, hidden].
       shared: None, or the shared expert (w_gate, w_up, w_down) without the leading axis and with an
@@ -85,7 +89,7 @@ def moe(
     Raises:
       TypeError: a wrong dtype.
       ValueError: a wrong rank, size, name or mesh.
-      NotImplementedError: `vmap` across ranks; second derivatives of "cuda" and "host".
+      NotImplementedError: `vmap` across ranks; second derivatives of "cuda", "host" and MXFP8.
 
     Example:
       >>> import jax, jax.numpy as jnp, mok_jax
@@ -108,12 +112,22 @@ def moe(
         arguments |= {f"shared {name}": w for name, w in zip(("w_gate", "w_up", "w_down"), shared, strict=True)}
     if not isinstance(config, MoKConfig):
         raise TypeError(f"moe: config must be a MoKConfig, got {describe(config)}; use mok_jax.MoKConfig(...)")
+    quantized = {
+        name: value for name, value in arguments.items() if isinstance(value, Mxfp8Weight) and name.startswith("w_")
+    }
+    arguments |= {name: value.weight for name, value in quantized.items()}
     arrays = {name: as_array("moe", name, value) for name, value in arguments.items()}
     placement = place(mesh, list(arrays.values()), expert_axis, token_axes)
     _check_arguments(arrays, placement, config)
+    for name, value in quantized.items():
+        _check_quantized(name, value, config)
     chosen = choose_implementation(implementation, placement.mesh, placement.ranks, arrays["x"].dtype)
     x, ids, weights, *matrices = list(arrays.values())
-    experts, shared = tuple(matrices[:3]), tuple(matrices[3:]) or None
+    experts = tuple(
+        quantized[name]._replace(weight=arrays[name]) if name in quantized else arrays[name]
+        for name in ("w_gate", "w_up", "w_down")
+    )
+    shared = tuple(matrices[3:]) or None
     call = _Call(chosen, config, placement, _gpu(placement.mesh) if chosen == "cuda" else None)
     if chosen in ("cuda", "host"):
         dims = call.dims(x, ids, experts, shared, placement.token_shards, placement.expert_shards)
@@ -132,6 +146,8 @@ def _check_arguments(arrays: dict[str, Any], placement: Placement, config: MoKCo
     name = x.dtype.name
     if name not in ("float32", "float64", "bfloat16"):
         raise TypeError(f"moe: x must be float32, float64 or bfloat16 [tokens, hidden], got {show(x)}; cast x")
+    if config.precision == "mxfp8" and name != "bfloat16":
+        raise TypeError(f'moe: x must be bfloat16[tokens, hidden] for precision="mxfp8", got {show(x)}; cast x')
     wide = accumulation_dtype(x.dtype).dtype.name
     weight_dtypes = (name, "float32") if name == "bfloat16" else (name,)
     _check("x", x, (name,), ("tokens", "hidden"))
@@ -189,6 +205,27 @@ def _check(name: str, array, dtypes: tuple[str, ...], axes: tuple[str, ...], **s
             raise ValueError(f"{requirement}; its {axis} must be at least 1")
 
 
+def _check_quantized(name: str, value: Mxfp8Weight, config: MoKConfig) -> None:
+    if config.precision != "mxfp8":
+        raise ValueError(
+            f'moe: {name} must be an array for precision=None, got an Mxfp8Weight; use MoKConfig(precision="mxfp8")'
+        )
+    weight = value.weight
+    for part, axis in (("forward", -2), ("backward", -1)):
+        scales = list(weight.shape)
+        scales[axis] = -(-scales[axis] // BLOCK)
+        wanted = f"float8_e4m3fn{list(weight.shape)} along axis {axis} with scales uint8{scales}"
+        q = getattr(value, part)
+        if isinstance(q, Mxfp8):
+            found = f"{show(q.values)} along axis {q.axis} with scales {show(q.scales)}"
+        else:
+            found = describe(q)
+        if found not in (wanted, f"bfloat16{list(weight.shape)}"):
+            raise ValueError(
+                f"moe: {name}.{part} must be {wanted}, or their bfloat16 values, got {found}; use quantize_weight"
+            )
+
+
 def _source(name: str, axis: str) -> str:
     """The argument that sets the size of an axis of `name`."""
     gate = "shared w_gate" if name.startswith("shared") else "w_gate"
@@ -217,7 +254,10 @@ def describe(value) -> str:
 
 
 def choose_implementation(
-    implementation: str | None = None, mesh: AnyMesh | None = None, ranks: int = 1, dtype: Any = None
+    implementation: str | None = None,
+    mesh: AnyMesh | None = None,
+    ranks: int = 1,
+    dtype: Any = None,
 ) -> str:
     """The implementation that `moe` runs on these devices; a named one is returned or refused.
 
@@ -249,7 +289,12 @@ def choose_implementation(
     raise AssertionError("unreachable: reference runs anywhere")
 
 
-def why_not(implementation: str, mesh: AnyMesh | None = None, ranks: int = 1, dtype: Any = None) -> str | None:
+def why_not(
+    implementation: str,
+    mesh: AnyMesh | None = None,
+    ranks: int = 1,
+    dtype: Any = None,
+) -> str | None:
     """Why an implementation cannot run on the devices of `mesh`, or None where it can."""
     if implementation not in ("cuda", "host"):
         return None
@@ -360,12 +405,13 @@ class _Call:
 
     def dims(self, x, ids, experts, shared, shards: int = 1, expert_shards: int = 1) -> ops.Dims:
         """The sizes on one rank, from arrays that hold so many token and expert shards."""
+        w_gate = experts[0].weight if isinstance(experts[0], Mxfp8Weight) else experts[0]
         return ops.Dims(
             tokens=x.shape[0] // shards,
             hidden=x.shape[1],
-            intermediate=experts[0].shape[2],
+            intermediate=w_gate.shape[2],
             shared_intermediate=0 if shared is None else shared[0].shape[1],
-            local_experts=experts[0].shape[0] // expert_shards,
+            local_experts=w_gate.shape[0] // expert_shards,
             ranks=self.placement.ranks,
             top_k=ids.shape[1],
             dtype=x.dtype,
@@ -377,13 +423,13 @@ class _Call:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _moe(call: _Call, x, ids, weights, experts: Weights, shared: Weights | None):
+def _moe(call: _Call, x, ids, weights, experts: Experts, shared: Weights | None):
     """Runs `_local` on every device: jitted, so that an eager call compiles once as a whole."""
     placement = call.placement
     if not placement.wrapped:
         return _local(call, x, ids, weights, experts, shared)
     tokens, by_expert = placement.specs()
-    specs = (tokens, tokens, tokens, (by_expert,) * 3, None if shared is None else (P(),) * 3)
+    specs = (tokens, tokens, tokens, jax.tree.map(lambda _: by_expert, experts), None if shared is None else (P(),) * 3)
     local: Callable = functools.partial(_local, call)
     if placement.nested:
         # JAX gives the residuals of a nested shard_map specs that name the outer axes, which do not
@@ -393,11 +439,13 @@ def _moe(call: _Call, x, ids, weights, experts: Weights, shared: Weights | None)
     return placement.reshard(y, jax.typeof(x).sharding.spec)
 
 
-def _local(call: _Call, x, ids, weights, experts: Weights, shared: Weights | None):
+def _local(call: _Call, x, ids, weights, experts: Experts, shared: Weights | None):
     """One device's share; every mesh axis is manual here."""
     ids = checkpoint_name(ids, "mok_ids")
     weights = checkpoint_name(weights, "mok_weights")
     x, ids, weights, experts, shared = vary_alike((x, ids, weights, experts, shared))
+    if call.config.precision == "mxfp8":
+        experts = tuple(_quantized(w) for w in experts)
     placement = call.placement
     expert_axis = placement.expert_axis if placement.ranks > 1 else None
     if call.implementation in ("cuda", "host"):
@@ -407,5 +455,15 @@ def _local(call: _Call, x, ids, weights, experts: Weights, shared: Weights | Non
         return moe_xla(x, ids, weights, experts, shared, call.config.swiglu_limit, expert_axis)
     if expert_axis is not None:
         experts = jax.tree.map(lambda w: lax.all_gather(w, expert_axis, tiled=True), experts)
+    if call.config.precision == "mxfp8":
+        return moe_mxfp8_reference(x, ids, weights, experts, shared, call.config.swiglu_limit)
     w_gate, w_up, w_down = experts
     return moe_reference(x, ids, weights, w_gate, w_up, w_down, shared, call.config.swiglu_limit)
+
+
+def _quantized(weight: jax.Array | Mxfp8Weight) -> Mxfp8Weight:
+    """Here, where a device has its own experts only. Nothing but the weight itself has a gradient."""
+    if not isinstance(weight, Mxfp8Weight):
+        return quantize_weight(weight)
+    forward, backward = lax.stop_gradient((weight.forward, weight.backward))
+    return Mxfp8Weight(weight.weight, forward, backward)

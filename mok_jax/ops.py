@@ -19,13 +19,15 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.compute_on import compute_on
 
 from mok_jax.config import DEFAULT_BARRIER_TIMEOUT_SECONDS, MoKConfig, check_multiple
-from mok_jax.reference import accumulation_dtype
+from mok_jax.mxfp8 import Mxfp8Weight, dequantized
+from mok_jax.reference import accumulation_dtype, no_derivative
 
 FORWARD, BACKWARD, PEERS = "mok_forward", "mok_backward", "_peers"
 TARGETS = (FORWARD, BACKWARD, FORWARD + PEERS, BACKWARD + PEERS)
@@ -152,6 +154,10 @@ class Dims:
         hopper = self.gpu is not None and self.gpu.capability == (9, 0)
         return self.config.portable or not hopper or self.dtype.name != "bfloat16" or any(s % 8 for s in sizes)
 
+    @property
+    def mxfp8(self) -> bool:
+        return self.config.precision == "mxfp8"
+
     def plan(self, alone: bool = False):
         """The sizes of one (virtual) rank as the extension module computes them.
 
@@ -246,10 +252,8 @@ class Dims:
         Raises:
           ValueError: more than the GPU has; and as `plan`.
         """
-        plan, module = self.plan(alone=not (backward or context)), _module(self.implementation)
-        pass_ = module.Pass(backward=backward, context=context, gradients=gradients)
-        wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
-        size = self.config.virtual_ranks * module.workspace_bytes(plan, pass_, self.dtype.itemsize, wide)
+        passed = plan, *_ = self._passed(backward, context, gradients)
+        size = self.config.virtual_ranks * _module(self.implementation).workspace_bytes(*passed)
         if self.gpu is not None and self.gpu.memory is not None and size > self.gpu.memory:
             raise ValueError(
                 f"moe: the scratch of the {'backward' if backward else 'forward'} pass must fit into the "
@@ -262,6 +266,22 @@ class Dims:
         """Bytes of each rank's arena that this call needs."""
         return cuda().arena_bytes(self.plan(), self.dtype.itemsize)
 
+    def pulled_bytes(self, workspace, backward: bool, context: bool, gradients: int) -> jax.Array:
+        """How many bytes of x and dy each (virtual) rank pulled, of the workspace that a call of "cuda" left.
+
+        Returns: uint32 [virtual ranks, 2], the low word first.
+        """
+        at = cuda().pulled_bytes_offset(*self._passed(backward, context, gradients))
+        words = workspace.reshape(self.config.virtual_ranks, -1)[:, at : at + 8]
+        return lax.bitcast_convert_type(words.reshape(-1, 2, 4), jnp.uint32)
+
+    def _passed(self, backward: bool, context: bool, gradients: int):
+        """What sizes the ring, as the extension module takes it."""
+        module = _module(self.implementation)
+        pass_ = module.Pass(backward=backward, context=context, gradients=gradients, mxfp8=self.mxfp8)
+        wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
+        return self.plan(alone=not (backward or context)), pass_, self.dtype.itemsize, wide
+
     def attributes(self, backward: bool, context: bool, gradients: int) -> dict[str, Any]:
         """A call's attributes, the same on every rank."""
         plan, config = self.plan(alone=not (backward or context)), self.config
@@ -273,6 +293,7 @@ class Dims:
             macrobatch=plan.macrobatch,
             context=int(context),
             gradients=gradients,
+            mxfp8=int(self.mxfp8),
             num_threads=config.num_threads or 0,
             portable=int(self.portable),
             num_comm_sms=config.num_comm_sms or 0,
@@ -308,12 +329,14 @@ class Residuals(NamedTuple):
 GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN = 1, 2, 4, 8
 
 
-def forward(dims: Dims, place, x, ids, router_weights, weights, *, context: bool) -> tuple[jax.Array, Residuals]:
-    """One forward call.
+def forward(
+    dims: Dims, place, x, ids, router_weights, weights, *, context: bool
+) -> tuple[jax.Array, Residuals, jax.Array]:
+    """One forward call: y, the residuals, and the workspace as it was left.
 
     Args:
       place: int32 [2], this device's rank and group.
-      weights: the six weights in x's dtype; the shared ones of width 0 where there is no shared expert.
+      weights: `_operands` of the forward pass.
       context: keep what the backward pass needs.
     """
     plan, copies = dims.plan(), dims.config.virtual_ranks
@@ -332,8 +355,9 @@ def forward(dims: Dims, place, x, ids, router_weights, weights, *, context: bool
         ((kept_tokens, dims.shared_intermediate), x.dtype),
         ((dims.workspace_bytes(False, context, 0),), jnp.uint8),
     ]
-    y, *kept_arrays, _ = _call(FORWARD, dims, context, 0, shapes, (place, x, ids, router_weights, *weights))
-    return y, Residuals(*kept_arrays)
+    arguments = (place, x, ids, router_weights, *weights)
+    y, *kept_arrays, workspace = _call(FORWARD, dims, context, 0, shapes, arguments)
+    return y, Residuals(*kept_arrays), workspace
 
 
 def backward(
@@ -350,26 +374,27 @@ def backward(
     gradients: int,
     dtypes,
 ) -> list[jax.Array]:
-    """One backward call: dx, the router weights' gradient, and the six weight gradients.
+    """One backward call: dx, the router weights' gradient, the six weight gradients, and the workspace as it was left.
 
     Args:
+      weights: `_operands` of the backward pass.
       gradients: bits of the weight gradients wanted; the others come back with size 0.
       dtypes: of the six weight gradients.
     """
     copies = dims.config.virtual_ranks
     wanted = [gradients & bit for bit in (GATE_UP, GATE_UP, DOWN, SHARED_GATE_UP, SHARED_GATE_UP, SHARED_DOWN)]
     shapes = [(x.shape, x.dtype), (router_weights.shape, router_weights.dtype)]
-    for i, (weight, want, dtype) in enumerate(zip(weights, wanted, dtypes, strict=True)):
+    for i, (weight, want, dtype) in enumerate(zip(weights[:6], wanted, dtypes, strict=True)):
         if i >= 3 and copies > 1:  # one share for each virtual rank
             shapes.append(((copies if want else 0, *weight.shape), accumulation_dtype(x.dtype)))
         else:
             shapes.append((weight.shape if want else (0,), dtype))
     shapes.append(((dims.workspace_bytes(True, context, gradients),), jnp.uint8))
     arguments = (place, d_y, x, ids, router_weights, *weights, *residuals)
-    d_x, d_router, *d_weights, _ = _call(BACKWARD, dims, context, gradients, shapes, arguments)
+    d_x, d_router, *d_weights, workspace = _call(BACKWARD, dims, context, gradients, shapes, arguments)
     if copies > 1:
         d_weights[3:] = [w.sum(axis=0).astype(t) for w, t in zip(d_weights[3:], dtypes[3:], strict=True)]
-    return [d_x, d_router, *d_weights]
+    return [d_x, d_router, *d_weights, workspace]
 
 
 def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, arguments) -> list[jax.Array]:
@@ -382,21 +407,13 @@ def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, argume
     run: Any = functools.partial(call, **dims.attributes(target == BACKWARD, context, gradients))
     if dims.config.collective_stream and dims.table != 0:
         run = compute_on(run, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device)
-    run = _no_derivative(run, dims.implementation)
+    # `moe_ffi` has the first derivative, nothing has the second.
+    run = no_derivative(
+        run,
+        f'moe: implementation "{dims.implementation}" has no second derivative; '
+        'use implementation="xla" or "reference"',
+    )
     return list((run if dims.ranks == 1 else _no_vmap(run, dims.implementation))(*arguments))
-
-
-def _no_derivative(run, implementation: str):
-    """Refuses derivatives of the call itself: `moe_ffi` has the first one, nothing has the second."""
-    wrapped = jax.custom_jvp(run)
-
-    @wrapped.defjvp
-    def refuse(primals, tangents):
-        raise NotImplementedError(
-            f'moe: implementation "{implementation}" has no second derivative; use implementation="xla" or "reference"'
-        )
-
-    return wrapped
 
 
 def _no_vmap(run, implementation: str):
@@ -423,64 +440,87 @@ def _bits(weights_wanted) -> int:
     )
 
 
+def _operands(dims: Dims, x, weights, quantized, backward: bool):
+    """What a call reads of the weights, in its order.
+
+    The six weights in x's dtype; the shared ones of width 0 where there is no shared expert. With MXFP8 the routed
+    ones have the values of the forward pass, and in the backward pass three more follow, of the input gradient.
+    """
+    rounded = [w.astype(x.dtype) for w in weights[0 if not quantized else 3 :]]
+    if not quantized:
+        return rounded
+    along_rows, along_columns = zip(*quantized, strict=True)
+    if not backward:
+        return [*map(dequantized, along_rows), *rounded]
+    gate, up, down = map(dequantized, along_columns)
+    plan = dims.plan()
+    if dims.config.save_context and plan.macrobatch >= plan.capacity:
+        return [gate, up, down, *rounded, gate, up, down]  # nothing is computed again: no forward weight is read
+    return [*map(dequantized, along_rows[:2]), down, *rounded, gate, up, down]
+
+
 def moe_ffi(dims: Dims, place, x, ids, router_weights, experts, shared):
     """y of one device's tokens; see `reference.moe_reference`. Weights may be float32 under a bfloat16 x.
 
     Args:
       place: int32 [2], this device's rank and group.
+      experts: three arrays, or three `Mxfp8Weight`.
     """
+    quantized: tuple = ()
+    if isinstance(experts[0], Mxfp8Weight):
+        quantized = tuple((w.forward, w.backward) for w in experts)
+        experts = tuple(w.weight for w in experts)
     if shared is None:
         hidden = x.shape[1]
         shapes = ((hidden, 0), (hidden, 0), (0, hidden))
         shared = tuple(jnp.zeros_like(x, shape=shape) for shape in shapes)
-    return _moe_ffi(dims, place, x, ids, router_weights, (*experts, *shared))
+    return _moe_ffi(dims, place, x, ids, router_weights, (*experts, *shared), quantized)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moe_ffi(dims, place, x, ids, router_weights, weights):
-    cast = [w.astype(x.dtype) for w in weights]
-    return forward(dims, place, x, ids, router_weights, cast, context=False)[0]
+def _moe_ffi(dims, place, x, ids, router_weights, weights, quantized):
+    operands = _operands(dims, x, weights, quantized, False)
+    return forward(dims, place, x, ids, router_weights, operands, context=False)[0]
 
 
-def _moe_ffi_forward(dims, place, x, ids, router_weights, weights):
+def _moe_ffi_forward(dims, place, x, ids, router_weights, weights, quantized):
     wanted = [a.perturbed for a in (x, router_weights, *weights)]
-    place, x, ids, router_weights, weights = jax.tree.map(
-        lambda a: a.value, (place, x, ids, router_weights, weights), is_leaf=lambda a: hasattr(a, "perturbed")
-    )
-    cast = [w.astype(x.dtype) for w in weights]
-    y, residuals = forward(dims, place, x, ids, router_weights, cast, context=dims.config.save_context)
+    arguments = (place, x, ids, router_weights, weights, quantized)
+    arguments = jax.tree.map(lambda a: a.value, arguments, is_leaf=lambda a: hasattr(a, "perturbed"))
+    place, x, ids, router_weights, weights, quantized = arguments
+    operands = _operands(dims, x, weights, quantized, False)
+    y, residuals, _ = forward(dims, place, x, ids, router_weights, operands, context=dims.config.save_context)
     schedule = (checkpoint_name(a, "mok_schedule") for a in residuals[:3])
     context = (checkpoint_name(a, "mok_context") for a in residuals[3:])
     residuals = Residuals(*schedule, *context)
     # Careful: what differs from trace to trace must be in a residual's shape, never in its tree: a cached
     # jit keeps one tree for all traces, the last one's, and gradients that are wanted would come out zero.
     flags = jnp.zeros_like(x, shape=(sum(want << i for i, want in enumerate(wanted)), 0))
-    return checkpoint_name(y, "mok_out"), (place, x, ids, router_weights, weights, residuals, flags)
+    return checkpoint_name(y, "mok_out"), (*arguments, residuals, flags)
 
 
 def _moe_ffi_backward(dims, saved, d_y):
-    place, x, ids, router_weights, weights, residuals, flags = saved
+    place, x, ids, router_weights, weights, quantized, residuals, flags = saved
     x_wanted, router_wanted, *wanted = (bool(flags.shape[0] >> i & 1) for i in range(2 + len(weights)))
     if isinstance(d_y, SymbolicZero):
-        return None, None, None, None, None
+        return None, None, None, None, None, None
     # Careful: XLA of jax 0.11.2 crashes on CPU over a residual of size 0 that leaves one shard_map and enters another.
     weights, residuals = jax.tree.map(lambda a: a if a.size else jnp.zeros_like(a), (weights, residuals))
-    cast = [w.astype(x.dtype) for w in weights]
-    d_x, d_router, *d_weights = backward(
+    d_x, d_router, *d_weights, _ = backward(
         dims,
         place,
         d_y,
         x,
         ids,
         router_weights,
-        cast,
+        _operands(dims, x, weights, quantized, True),
         residuals,
         context=dims.config.save_context,
         gradients=_bits(wanted),
         dtypes=[w.dtype for w in weights],
     )
     d_weights = tuple(d if want else None for d, want in zip(d_weights, wanted, strict=True))
-    return None, d_x if x_wanted else None, None, d_router if router_wanted else None, d_weights
+    return None, d_x if x_wanted else None, None, d_router if router_wanted else None, d_weights, None
 
 
 _moe_ffi.defvjp(_moe_ffi_forward, _moe_ffi_backward, symbolic_zeros=True)

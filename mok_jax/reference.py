@@ -39,18 +39,30 @@ def round_through(value, dtype):
         return value
     rounded = value.astype(dtype).astype(value.dtype)
     # `value + (rounded - value)` would not give the rounded bits, nor keep an infinity.
-    return _straight_through(value, rounded)
+    return straight_through(value, rounded)
 
 
 @jax.custom_jvp
-def _straight_through(value, rounded):
+def straight_through(value, rounded):
+    """`rounded`; the gradient passes to `value` as if they were the same."""
     del value
     return rounded
 
 
-@_straight_through.defjvp
+@straight_through.defjvp
 def _straight_through_jvp(primals, tangents):
-    return _straight_through(*primals), tangents[0]
+    return straight_through(*primals), tangents[0]
+
+
+def no_derivative(run, text):
+    """`run`, which raises NotImplementedError with `text` where it is differentiated."""
+    wrapped = jax.custom_jvp(run)
+
+    @wrapped.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError(text)
+
+    return wrapped
 
 
 def expert_ffn(x, w_gate, w_up, w_down, dtype, limit=None):

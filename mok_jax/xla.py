@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
+from mok_jax.mxfp8 import Mxfp8Weight
+from mok_jax.mxfp8_reference import Products, quantize_through, quantized_ffn, weighted_sum
 from mok_jax.reference import accumulation_dtype, expert_ffn, swiglu
 
 # Contract the rows of each group: [rows, a] x [rows, b] -> [groups, a, b].
@@ -20,17 +22,19 @@ _WEIGHT_GRADIENT = lax.RaggedDotDimensionNumbers(
 
 
 def moe_xla(x, ids, weights, experts, shared, limit, expert_axis):
-    """As `reference.moe_reference`, over the ranks of `expert_axis` (None: one rank).
+    """As `reference.moe_reference`, over the ranks of `expert_axis` (None: one rank); with `Mxfp8Weight`s as
+    `mxfp8_reference.moe_mxfp8_reference`.
 
     Args:
       x: [tokens, hidden]; ids: int32 [tokens, top_k]; weights: [tokens, top_k].
-      experts: this rank's (w_gate, w_up, w_down), [local experts, ...].
+      experts: this rank's (w_gate, w_up, w_down), arrays or `Mxfp8Weight`s, [local experts, ...].
     """
     tokens, top_k = ids.shape
     hidden = x.shape[1]
     routes = tokens * top_k
     ranks = 1 if expert_axis is None else lax.axis_size(expert_axis)
-    local_experts = experts[0].shape[0]
+    mxfp8 = isinstance(experts[0], Mxfp8Weight)
+    local_experts = (experts[0].weight if mxfp8 else experts[0]).shape[0]
     wide = accumulation_dtype(x.dtype)
     valid = (ids >= 0) & (ids < ranks * local_experts)
 
@@ -52,21 +56,30 @@ def moe_xla(x, ids, weights, experts, shared, limit, expert_axis):
         empty = jnp.full_like(value, fill, shape=(ranks * routes, *value.shape[1:]))
         return exchange(empty.at[target].set(value, mode="drop"))
 
-    rows = scatter(x[order // top_k], 0)
+    # MXFP8: quantised at the source. Wide, so that the gradients of a token's slots meet in one sum.
+    wide_x = x.astype(wide)
+    routed_x = quantize_through(wide_x) if mxfp8 else x
+    rows = scatter(routed_x[order // top_k].astype(x.dtype), 0)
     expert_of_row = scatter(in_order % local_experts, local_experts)
 
     by_expert = jnp.argsort(expert_of_row, stable=True)
     counts = (expert_of_row[:, None] == jnp.arange(local_experts, dtype=jnp.int32)[None]).sum(axis=0, dtype=jnp.int32)
-    out = _grouped_ffn(limit, rows[by_expert], counts, *experts)
+    if mxfp8:
+        weight_of_row = scatter(weights.reshape(routes)[order], 0)
+        products = Products(_rows_dot, _rows_outer)
+        out = quantized_ffn(products, limit, rows[by_expert], weight_of_row[by_expert], counts, experts)
+    else:
+        out = _grouped_ffn(limit, rows[by_expert], counts, *experts)
     # Rows past the last group were never computed; they must not reach the sender as they are.
     out = jnp.where((expert_of_row < local_experts)[by_expert][:, None], out, 0)
     back = jnp.zeros_like(out).at[by_expert].set(out, unique_indices=True)
 
     returned = exchange(back).at[target].get(mode="fill", fill_value=0)
     returned = jnp.zeros_like(returned).at[order].set(returned, unique_indices=True).reshape(tokens, top_k, hidden)
-    y = (jnp.where(valid, weights, 0)[:, :, None] * returned.astype(wide)).sum(axis=1)
+    weights = jnp.where(valid, weights, 0)
+    y = weighted_sum(returned, weights) if mxfp8 else (weights[:, :, None] * returned.astype(wide)).sum(axis=1)
     if shared is not None:
-        y = y + expert_ffn(x.astype(wide), *shared, x.dtype, limit)
+        y = y + expert_ffn(wide_x, *shared, x.dtype, limit)
     return y.astype(x.dtype)
 
 
@@ -79,6 +92,14 @@ def _grouped_ffn(limit, rows, counts, w_gate, w_up, w_down):
     up = _ragged_dot(dtype, wide_rows, w_up, counts).astype(dtype)
     h = swiglu(gate.astype(wide_rows.dtype), up.astype(wide_rows.dtype), limit).astype(dtype)
     return _ragged_dot(dtype, h, w_down, counts).astype(dtype)
+
+
+def _rows_dot(rows, weights, counts):
+    return _ragged_dot(rows.dtype, rows, weights, counts)
+
+
+def _rows_outer(rows, d_out, counts):
+    return _weight_gradient(rows.dtype, rows, d_out, counts)
 
 
 # Two products that are each other's gradients, so that every order of derivative exists (JAX has no

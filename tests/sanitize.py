@@ -28,6 +28,9 @@ RUNS = [
     ("f32", ODD, dict(minibatch=128, macrobatch=256)),
     ("bf16", SIZES, dict(virtual_ranks=2, minibatch=128, macrobatch=128)),
     ("f32", SIZES, dict(virtual_ranks=2)),
+    ("bf16", SIZES, dict(precision="mxfp8")),
+    ("bf16-f32", SIZES, dict(precision="mxfp8", virtual_ranks=2, minibatch=128, macrobatch=128)),
+    ("bf16", ODD, dict(precision="mxfp8")),
 ]
 
 if __name__ == "__main__":

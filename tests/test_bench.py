@@ -1,6 +1,7 @@
 """The parts of the benchmark that need no GPU: shapes, routing, the steady protocol, rivals, the memory formula."""
 
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -189,6 +190,17 @@ def test_stitched_layer_agrees(stitched, routing):
     assert list(errors_of(stitched, SMALL, routing)) == list(protocol.TENSORS)
 
 
+def test_weights_quantised_before_agree_with_the_definition():
+    shape = dataclasses.replace(SMALL, dtype="bfloat16")
+    contender = rivals.CONTENDERS["cuda_mxfp8"]._replace(make=functools.partial(rivals.package_mxfp8, "host"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(rivals.CONTENDERS, "cuda_mxfp8", contender)
+        calls = problem.make_calls(problem.make_problem("cuda_mxfp8", shape, CONFIG))
+    results = problem.results_to_check(shape, calls["forward+backward"])
+    wanted = problem.reference(shape, CONFIG, "uniform", "mxfp8")
+    problem.check_agreement("cuda_mxfp8", shape, results, wanted, "mxfp8")
+
+
 def test_some_tokens_are_checked_in_the_program_that_runs_on_all(stitched, monkeypatch):
     monkeypatch.setattr(problem, "checked_tokens", lambda shape: 32)
     assert problem.reference(SMALL, CONFIG, "uniform")[0].shape == (32, 64)
@@ -334,7 +346,7 @@ def test_a_process_that_fails():
 
 
 def test_shares_are_of_the_limit_of_the_same_process():
-    merged = {"agreement": {}, "left_out": {}, "peak": None, "forward": {}, "forward+backward": {}}
+    merged = {"agreement": {}, "left_out": {}, "peak": None, "mxfp8": None, "forward": {}, "forward+backward": {}}
     for process, name, limit in (("torch", "torch_tuned", 2.0), ("jax", "cuda", 3.0)):
         times = {"matmul": {"median_ms": limit}, name: {"median_ms": 4.0}}
         part = {"agreement": {}, "left_out": {}} | {
@@ -355,12 +367,14 @@ def test_shares_are_of_the_limit_of_the_same_process():
 
 def test_table_of_a_gpu():
     point = {"median_ms": 2.0, "tflops": 500.4, "share": 0.8}
-    times = {"matmul in jax": point, "cuda": point, "cuda_skewed": point | {"median_ms": 2.1}}
+    slower = {name: point | {"median_ms": ms} for name, ms in (("cuda_mxfp8", 2.5), ("cuda_skewed", 2.1))}
+    times = {"matmul in jax": point, "cuda": point, **slower}
     report = {
         "shape": dataclasses.asdict(SMALL),
         "machine": {"platform": "gpu", "device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-29"},
         "routing": "uniform",
         "memory": {},
+        "mxfp8": {"quantize_ms": 7.5, "pulled_bytes": {"None": [2**31, 2**30], "mxfp8": [33 * 2**25, 33 * 2**24]}},
         "peak": {"peak_bytes": 101 * 2**28, "formula_bytes": 100 * 2**28, "parts": {"ring": 100 * 2**28}},
         "left_out": {"ragged_dot": "did not finish in 45 s"},
         **dict.fromkeys(protocol.DIRECTIONS, times),
@@ -368,7 +382,10 @@ def test_table_of_a_gpu():
     lines = table(report).splitlines()
     assert lines[0].endswith("float32, uniform routing; NVIDIA H200, jax 0.11.2, 2026-11-29")
     assert lines[1] == "peak memory of cuda, GiB: 25.25, +1.0% against the formula's 25.00 (ring 25.00)"
-    assert lines[4].split() == ["cuda", "2.000", "500", "0.800", "2.000", "500", "0.800"]
+    assert lines[2] == "MXFP8: quantising the weights, once for an update: 7.50 ms"
+    assert lines[3].startswith("MXFP8: x and dy pulled by two virtual ranks: 1.031 GiB forward, 0.5156 of bfloat16's, ")
+    assert lines[6].split() == ["cuda", "2.000", "500", "0.800", "2.000", "500", "0.800"]
+    assert lines[-3] == "MXFP8 has 80.0% of cuda's speed forward, 80.0% forward+backward"
     assert lines[-2] == "skewed routing costs cuda +5.0% forward, +5.0% forward+backward"
     assert lines[-1] == "ragged_dot left out: did not finish in 45 s"
 

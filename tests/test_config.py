@@ -22,6 +22,8 @@ REFUSED = [
     ("timeout", 0, ValueError, f"timeout must be {SECONDS}, got 0"),
     ("timeout", float("inf"), ValueError, f"timeout must be {SECONDS}, got inf"),
     ("timeout", "20", TypeError, f"timeout must be {SECONDS}, got '20'"),
+    ("precision", "fp8", ValueError, "precision must be \"mxfp8\" or None, got 'fp8'"),
+    ("precision", 8, TypeError, 'precision must be "mxfp8" or None, got 8'),
     ("barrier_timeout", -1, ValueError, f"barrier_timeout must be {SECONDS}, got -1"),
     ("collective_stream", 1, TypeError, "collective_stream must be True or False, got 1"),
     ("row_tile", 0, ValueError, f"row_tile must be {COUNT}, got 0"),

@@ -17,18 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import assert_good, assert_near, assert_same_bits, exactly, make_case, run
+from test_mxfp8_layer import assert_near as assert_near_the_definition
 
 import mok_jax
 from mok_jax import MoKConfig, ops
 
-# name: (dtype, whether the portable kernels are asked for)
+# name: (dtype, what asks for these kernels)
 KERNELS = {
-    "hopper": ("bf16", False),
-    "hopper_f32_weights": ("bf16-f32", False),
-    "portable": ("bf16", True),
-    "f32": ("f32", False),
+    "hopper": ("bf16", MoKConfig()),
+    "hopper_f32_weights": ("bf16-f32", MoKConfig()),
+    "hopper_mxfp8": ("bf16-f32", MoKConfig(precision="mxfp8")),
+    "portable": ("bf16", MoKConfig(portable=True)),
+    "portable_mxfp8": ("bf16", MoKConfig(portable=True, precision="mxfp8")),
+    "f32": ("f32", MoKConfig()),
 }
-kernels = pytest.mark.parametrize(("dtype", "portable"), KERNELS.values(), ids=KERNELS)
+kernels = pytest.mark.parametrize(("dtype", "kernel"), KERNELS.values(), ids=KERNELS)
 
 SIZES = dict(hidden=136, intermediate=264, shared=72)  # multiples of 8, not of a tile
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -41,10 +44,14 @@ def with_counts(dtype, counts, seed=0, **sizes):
     return case._replace(expert_ids=jnp.asarray(ids[:, None], jnp.int32))
 
 
-def check(case, dtype, **options):
-    """Every tensor, and every expert's part of one, is as good as plain code; returns them."""
-    result = run(case, "cuda", **options)
-    assert_good(result, run(case, "plain"), exactly(case), cases.DTYPES[dtype][0])
+def check(case, dtype, config):
+    """Every tensor, and every expert's part of one, is as good as plain code, or near MXFP8's definition; returns
+    them."""
+    result = run(case, "cuda", config=config)
+    if config.precision == "mxfp8":
+        assert_near_the_definition(result, run(case, "reference", config=MoKConfig(precision="mxfp8")))
+    else:
+        assert_good(result, run(case, "plain"), exactly(case), cases.DTYPES[dtype][0])
     return result
 
 
@@ -62,26 +69,26 @@ COUNTS = {
 
 @kernels
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_exact_counts(dtype, portable, counts):
-    check(with_counts(dtype, counts), dtype, config=MoKConfig(portable=portable))
+def test_exact_counts(dtype, kernel, counts):
+    check(with_counts(dtype, counts), dtype, kernel)
 
 
 @kernels
 @pytest.mark.parametrize("save_context", [True, False], ids=["kept", "recomputed"])
-def test_an_expert_over_several_macrobatches(dtype, portable, save_context):
+def test_an_expert_over_several_macrobatches(dtype, kernel, save_context):
     # Six macrobatches and more; the second expert lies in four of them.
     case = with_counts(dtype, (100, 900, 0, 257, 128))
-    config = MoKConfig(minibatch=128, macrobatch=256, portable=portable, save_context=save_context)
-    check(case, dtype, config=config)
+    config = dataclasses.replace(kernel, minibatch=128, macrobatch=256, save_context=save_context)
+    check(case, dtype, config)
 
 
 @kernels
 @pytest.mark.parametrize("macrobatch", [None, 4096], ids=["default", "small"])
-def test_more_experts_than_shared_memory_has_room_for(dtype, portable, macrobatch):
+def test_more_experts_than_shared_memory_has_room_for(dtype, kernel, macrobatch):
     counts = [e % 3 for e in range(520)] + [130]
     minibatch = None if macrobatch is None else 512
-    config = MoKConfig(portable=portable, minibatch=minibatch, macrobatch=macrobatch)
-    check(with_counts(dtype, counts, hidden=64, intermediate=72, shared=0), dtype, config=config)
+    config = dataclasses.replace(kernel, minibatch=minibatch, macrobatch=macrobatch)
+    check(with_counts(dtype, counts, hidden=64, intermediate=72, shared=0), dtype, config)
 
 
 # ---- what is not finite ----
@@ -90,9 +97,9 @@ def test_more_experts_than_shared_memory_has_room_for(dtype, portable, macrobatc
 @kernels
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize("weight", ["w_gate", "w_up", "w_down"])
-def test_a_weight_that_is_not_finite_reaches_its_expert_s_rows_alone(dtype, portable, weight, value):
+def test_a_weight_that_is_not_finite_reaches_its_expert_s_rows_alone(dtype, kernel, weight, value):
     case = make_case(dtype, tokens=200, experts=6, top_k=2, **SIZES)
-    config = MoKConfig(portable=portable)
+    config = kernel
     good = run(case, "cuda", config=config)
     # The last element: the next expert's first one lies behind it.
     bad = run(case._replace(**{weight: getattr(case, weight).at[2, -1, -1].set(value)}), "cuda", config=config)
@@ -108,11 +115,11 @@ def test_a_weight_that_is_not_finite_reaches_its_expert_s_rows_alone(dtype, port
 
 @kernels
 @pytest.mark.parametrize("intermediate", [264, 261])
-def test_an_infinite_cotangent_gives_an_infinite_router_gradient(dtype, portable, intermediate):
+def test_an_infinite_cotangent_gives_an_infinite_router_gradient(dtype, kernel, intermediate):
     # All is positive, so no sum may be NaN: <dh', h> must leave out the columns that its last tile lacks.
     case = make_case(dtype, tokens=37, experts=3, top_k=2, **SIZES | dict(intermediate=intermediate))
     cotangent = jnp.ones_like(case.x).at[5, 7].set(jnp.inf)
-    result = run(jax.tree.map(jnp.abs, case), "cuda", cotangent, config=MoKConfig(portable=portable))
+    result = run(jax.tree.map(jnp.abs, case), "cuda", cotangent, config=kernel)
     d_router_weights = result["d_router_weights"]
     assert np.isposinf(d_router_weights[5]).all(), d_router_weights[5]
     assert np.isfinite(np.delete(d_router_weights, 5, axis=0)).all()
@@ -122,19 +129,19 @@ def test_an_infinite_cotangent_gives_an_infinite_router_gradient(dtype, portable
 
 
 @functools.cache
-def skewed(dtype, portable):
+def skewed(dtype, kernel):
     case = make_case(dtype, "duplicates", tokens=680, experts=8, top_k=3, **SIZES)
     ids = np.array(case.expert_ids)
     ids[::2] = [1, 1, 4]
     case = case._replace(expert_ids=jnp.asarray(ids))
-    return case, run(case, "cuda", config=MoKConfig(portable=portable))
+    return case, run(case, "cuda", config=kernel)
 
 
 @kernels
-def test_twenty_runs(dtype, portable):
-    case, first = skewed(dtype, portable)
+def test_twenty_runs(dtype, kernel):
+    case, first = skewed(dtype, kernel)
     for _ in range(20):
-        assert_same_bits(run(case, "cuda", config=MoKConfig(portable=portable)), first)
+        assert_same_bits(run(case, "cuda", config=kernel), first)
 
 
 WAYS = {
@@ -152,19 +159,18 @@ WAYS = {
 
 @kernels
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_every_way_gives_the_same_bits(dtype, portable, way):
-    case, expected = skewed(dtype, portable)
-    assert_same_bits(run(case, "cuda", config=MoKConfig(portable=portable, **way)), expected)
+def test_every_way_gives_the_same_bits(dtype, kernel, way):
+    case, expected = skewed(dtype, kernel)
+    assert_same_bits(run(case, "cuda", config=dataclasses.replace(kernel, **way)), expected)
 
 
 @kernels
-def test_a_forward_pass_alone_has_minibatches_of_its_own(dtype, portable):
-    sizes = dict(tokens=8192, hidden=264, intermediate=2048, shared=8, experts=4, top_k=2)
-    case, config = make_case(dtype, **sizes), MoKConfig(portable=portable)
-    dims = cases.dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None))
+def test_a_forward_pass_alone_has_minibatches_of_its_own(dtype, kernel):
+    case = make_case(dtype, tokens=8192, hidden=264, intermediate=2048, shared=8, experts=4, top_k=2)
+    dims = cases.dims_of(case, kernel, implementation="cuda", gpu=ops.Gpu((9, 0), None))
     assert dims.plan().minibatch < dims.plan(alone=True).minibatch < dims.plan().capacity
-    alone = jax.jit(lambda case: cases.call(case, "cuda", config=config))(case)
-    assert_same_bits({"y": np.asarray(alone)}, {"y": run(case, "cuda", config=config)["y"]})
+    alone = jax.jit(lambda case: cases.call(case, "cuda", config=kernel))(case)
+    assert_same_bits({"y": np.asarray(alone)}, {"y": run(case, "cuda", config=kernel)["y"]})
 
 
 # ---- virtual ranks ----
@@ -173,10 +179,10 @@ def test_a_forward_pass_alone_has_minibatches_of_its_own(dtype, portable):
 @kernels
 @pytest.mark.parametrize("macrobatch", [None, 256], ids=["default", "small"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_virtual_ranks_are_one_rank(dtype, portable, ranks, macrobatch):
-    case, expected = skewed(dtype, portable)
+def test_virtual_ranks_are_one_rank(dtype, kernel, ranks, macrobatch):
+    case, expected = skewed(dtype, kernel)
     minibatch = None if macrobatch is None else 128
-    config = MoKConfig(portable=portable, virtual_ranks=ranks, minibatch=minibatch, macrobatch=macrobatch)
+    config = dataclasses.replace(kernel, virtual_ranks=ranks, minibatch=minibatch, macrobatch=macrobatch)
     result = run(case, "cuda", config=config)
     by_row = ("y", "d_x", "d_router_weights")
     assert_same_bits({name: result[name] for name in by_row}, {name: expected[name] for name in by_row})
@@ -184,12 +190,39 @@ def test_virtual_ranks_are_one_rank(dtype, portable, ranks, macrobatch):
 
 
 @kernels
-def test_virtual_ranks_of_dirty_scratch_and_few_movers(dtype, portable):
-    case, _ = skewed(dtype, portable)
-    config = MoKConfig(portable=portable, virtual_ranks=4, minibatch=128, macrobatch=256)
+def test_virtual_ranks_of_dirty_scratch_and_few_movers(dtype, kernel):
+    case, _ = skewed(dtype, kernel)
+    config = dataclasses.replace(kernel, virtual_ranks=4, minibatch=128, macrobatch=256)
     expected = run(case, "cuda", config=config)
     for changed in (dict(random_order=0), dict(num_comm_sms=1), dict(num_comm_sms=40), dict(num_comm_sms=1000)):
         assert_same_bits(run(case, "cuda", config=dataclasses.replace(config, **changed)), expected)
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["hopper", "portable"])
+@pytest.mark.parametrize(("precision", "row_bytes"), [(None, 2048), ("mxfp8", 1056)], ids=["bf16", "mxfp8"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pulled_bytes_are_counted(ranks, precision, row_bytes, portable):
+    case = make_case("bf16", "padding_slots", tokens=200, hidden=1024, intermediate=64, experts=6, top_k=3)
+    config = MoKConfig(minibatch=128, macrobatch=4096, virtual_ranks=ranks, precision=precision, portable=portable)
+    dims = cases.dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None))
+    place, none = jnp.zeros(2, jnp.int32), jnp.zeros((1024, 0), jnp.bfloat16)
+    weights = [*case[3:6], none, none, none.T]
+
+    @jax.jit
+    def both():
+        _, residuals, forward = ops.forward(dims, place, *case[:3], weights, context=True)
+        more = case[3:6] if precision else ()
+        options = dict(context=True, gradients=3, dtypes=["bfloat16"] * 6)
+        *_, backward = ops.backward(dims, place, case.x, *case[:3], [*weights, *more], residuals, **options)
+        return dims.pulled_bytes(forward, False, True, 0), dims.pulled_bytes(backward, True, True, 3)
+
+    rows = int((np.asarray(case.expert_ids) >= 0).sum())
+    # On one rank x is not kept; the portable kernels gather it, and dy, where nothing is to be converted.
+    gathers = ranks == 1 and portable and precision is None
+    expected = [0, 0] if gathers else [rows * row_bytes, rows * row_bytes * (2 if ranks == 1 else 1)]
+    found = [np.asarray(words, np.int64) for words in jax.device_get(both())]
+    assert [words[:, 0].sum() for words in found] == expected
+    assert not any(words[:, 1].any() for words in found)
 
 
 # ---- memory ----
@@ -202,10 +235,10 @@ def fill_free_memory_with_nan(gibibytes=4):
 
 @kernels
 @pytest.mark.parametrize("routing", ["holes", "padding_slots", "no_expert"])
-def test_dirty_memory(dtype, portable, routing):
+def test_dirty_memory(dtype, kernel, routing):
     case = make_case(dtype, routing, tokens=200, experts=6, top_k=3, **SIZES)
-    config = MoKConfig(portable=portable, minibatch=128, macrobatch=256)
-    first = check(case, dtype, config=config)
+    config = dataclasses.replace(kernel, minibatch=128, macrobatch=256)
+    first = check(case, dtype, config)
     for _ in range(6):
         fill_free_memory_with_nan()
         assert_same_bits(run(case, "cuda", config=config), first)
@@ -292,9 +325,9 @@ def first_block_of_h(case, config):
 
 
 @kernels
-def test_a_wait_in_vain_is_reported_once_by_the_next_call(dtype, portable):
+def test_a_wait_in_vain_is_reported_once_by_the_next_call(dtype, kernel):
     case = make_case(dtype, tokens=200, experts=6, top_k=3, **SIZES)
-    config = MoKConfig(portable=portable, minibatch=128)
+    config = dataclasses.replace(kernel, minibatch=128)
     good = run(case, "cuda", config=config)
     counter = first_block_of_h(case, config)
     stuck = dataclasses.replace(config, timeout=0.2, stuck_counter=counter)
@@ -345,9 +378,9 @@ def test_a_call_of_many_ranks_that_wait_in_vain_is_reported_once():
 
 
 @kernels
-def test_a_forward_pass_that_waits_in_vain_leaves_nan_to_the_backward_pass(dtype, portable):
+def test_a_forward_pass_that_waits_in_vain_leaves_nan_to_the_backward_pass(dtype, kernel):
     case = make_case(dtype, tokens=200, experts=6, top_k=3, **SIZES)
-    config = MoKConfig(portable=portable, minibatch=128)
+    config = dataclasses.replace(kernel, minibatch=128)
     good = run(case, "cuda", config=config)
     stuck = dataclasses.replace(config, timeout=0.5, stuck_counter=first_block_of_h(case, config))
     result = run(case, "cuda", config=stuck)
@@ -365,7 +398,7 @@ def test_the_context_of_a_forward_pass_that_waits_in_vain_is_nan(ranks):
     config = dataclasses.replace(config, timeout=0.5, stuck_counter=first_block_of_h(case, config))
     dims = cases.dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None))
     place, weights = jnp.zeros(2, jnp.int32), (*case[3:6], *case.shared)
-    y, residuals = jax.jit(lambda: ops.forward(dims, place, *case[:3], weights, context=True))()
+    y, residuals, _ = jax.jit(lambda: ops.forward(dims, place, *case[:3], weights, context=True))()
     context = jax.device_get([y, *(value for value in residuals[3:] if value.size)])
     assert len(context) == (5 if ranks == 1 else 6)
     assert all(np.isnan(value.astype(np.float32)).all() for value in context)

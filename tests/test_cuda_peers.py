@@ -28,8 +28,14 @@ from jax.sharding import Mesh
 from mok_jax import MoKConfig, distributed, ops
 
 SIZES = dict(tokens=300, hidden=136, intermediate=264, shared=72, experts=6, top_k=3)
-KERNELS = {"hopper": ("bf16", False), "portable": ("bf16", True), "f32": ("f32", False)}
-kernels = pytest.mark.parametrize(("dtype", "portable"), KERNELS.values(), ids=KERNELS)
+KERNELS = {
+    "hopper": ("bf16", {}),
+    "hopper_mxfp8": ("bf16", dict(precision="mxfp8")),
+    "portable": ("bf16", dict(portable=True)),
+    "portable_mxfp8": ("bf16", dict(portable=True, precision="mxfp8")),
+    "f32": ("f32", {}),
+}
+kernels = pytest.mark.parametrize(("dtype", "options"), KERNELS.values(), ids=KERNELS)
 
 
 @contextlib.contextmanager
@@ -64,11 +70,11 @@ def test_a_way_that_is_refused_says_why(way):
 @kernels
 @pytest.mark.parametrize("way", distributed.WAYS)
 @pytest.mark.parametrize("routing", ["distinct", "padding_slots", "one_expert", "no_expert"])
-def test_a_table_of_one_device_gives_the_bits_of_the_direct_way(dtype, portable, way, routing):
+def test_a_table_of_one_device_gives_the_bits_of_the_direct_way(dtype, options, way, routing):
     if why_not(way) is not None:
         pytest.skip(f"{way}: {why_not(way)}")
     case = make_case(dtype, routing, **SIZES)
-    config = MoKConfig(portable=portable, minibatch=128, macrobatch=512)
+    config = MoKConfig(**options, minibatch=128, macrobatch=512)
     direct = run(case, "cuda", config=config)
     with table(dtype, way) as (mesh, made):
         assert made.ranks == 1 and made.way == way

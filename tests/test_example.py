@@ -83,6 +83,17 @@ def test_a_few_steps(tmp_path, arguments, head):
     assert_is_picture(tmp_path / "pictures" / "load.png")
 
 
+def test_mxfp8_learns_as_bfloat16_does(tmp_path):
+    arguments = "--mesh=1x2 --steps=150 --batch=16 --sequence=64 --layers=2 --hidden=64 --intermediate=96"
+    losses = {}
+    for precision in ("bfloat16", "mxfp8"):
+        result = run(*arguments.split(), f"--precision={precision}", "--out", str(tmp_path))
+        assert result.returncode == 0, result.stderr
+        losses[precision] = float(re.search(rf"final validation loss: ({NUMBER}) nats", result.stdout)[1])
+    assert losses["bfloat16"] < 2.6  # 3.2 is the entropy of a byte
+    assert abs(losses["mxfp8"] / losses["bfloat16"] - 1) < 0.02, losses
+
+
 def test_help_names_every_setting_and_its_default(example, capsys):
     with pytest.raises(SystemExit) as stopped:
         example.parse(["--help"])
@@ -114,6 +125,9 @@ def test_bad_input_ends_the_command_with_one_line():
             "--experts 6 --mesh 2x4", "--experts must be a multiple of 4, the mesh's expert axis, got 6", id="experts"
         ),
         pytest.param("--top-k 9", "--top-k must be at most --experts 8, got 9", id="top-k"),
+        pytest.param(
+            "--precision fp8", "--precision must be one of float32, bfloat16, mxfp8, got 'fp8'", id="precision"
+        ),
         pytest.param("--learning-rate nan", "--learning-rate must be a finite number > 0, got nan", id="rate"),
         pytest.param(
             "--implementation fast",

@@ -26,7 +26,7 @@ def forward(case, config, context=True):
     dims = cases.dims_of(case, config)
     weights = (case.w_gate, case.w_up, case.w_down, *case.shared)
     place = jnp.zeros(2, jnp.int32)
-    return ops.forward(dims, place, case.x, case.expert_ids, case.router_weights, weights, context=context)
+    return ops.forward(dims, place, case.x, case.expert_ids, case.router_weights, weights, context=context)[:2]
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +301,30 @@ def test_buffers_that_do_not_fit(case, name, change, text):
     arguments = (jnp.zeros(2, jnp.int32), *wrong[:3], (*wrong[3:6], *wrong.shared))
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"INVALID_ARGUMENT: mok_jax: {text}")):
         jax.block_until_ready(ops.forward(dims, *arguments, context=True))
+
+
+def test_mxfp8_buffers_that_do_not_fit():
+    made = cases.make_case("bf16", **SIZES)
+    config = mok_jax.MoKConfig(row_tile=8, precision="mxfp8")
+    dims, place, weights = cases.dims_of(made, config), jnp.zeros(2, jnp.int32), (*made[3:6], *made.shared)
+
+    def refused(text, call, *arguments, **options):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"INVALID_ARGUMENT: mok_jax: {text}")):
+            jax.block_until_ready(call(dims, place, *arguments, **options))
+
+    refused("x must be bfloat16 for MXFP8", ops.forward, made.x.astype("float32"), *made[1:3], weights, context=True)
+    _, residuals, _ = ops.forward(dims, place, *made[:3], weights, context=True)
+    refused(
+        "w_down for the gradient must have 43200 elements of BF16, got 36000 of BF16",
+        ops.backward,
+        made.x,
+        *made[:3],
+        (*weights, *made[3:5], made.w_down[:-1]),
+        residuals,
+        context=True,
+        gradients=15,
+        dtypes=["bfloat16"] * 6,
+    )
 
 
 def test_gradients_that_do_not_fit(case):

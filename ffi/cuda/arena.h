@@ -21,15 +21,15 @@ namespace mok::cuda {
 // What the ranks of a call must agree on.
 struct Signature {
   static constexpr int kWords = 12;
-  int32_t words[kWords];  // direction, dtype, context, then sizes in the order of SignatureOf
+  int32_t words[kWords];  // direction, dtype (3: MXFP8), context, then sizes in the order of SignatureOf
 };
 
 inline Signature SignatureOf(const Params& p) {
   const Dims& d = p.dims;
   const auto word = [](auto value) { return static_cast<int32_t>(value); };
-  return {{word(p.pass.direction), word(p.type), word(p.pass.context), word(d.tokens), word(d.hidden),
-           word(d.intermediate), word(d.shared_intermediate), word(d.local_experts), word(d.ranks), word(d.top_k),
-           word(d.minibatch), word(d.macrobatch)}};
+  return {{word(p.pass.direction), word(p.pass.mxfp8 ? 3 : word(p.type)), word(p.pass.context), word(d.tokens),
+           word(d.hidden), word(d.intermediate), word(d.shared_intermediate), word(d.local_experts), word(d.ranks),
+           word(d.top_k), word(d.minibatch), word(d.macrobatch)}};
 }
 
 // A rank's arrival at a barrier, written by that rank into the arena of another one.
@@ -50,8 +50,8 @@ struct Control {
 inline constexpr int64_t kControlBytes = 16384;
 static_assert(sizeof(Control) <= kControlBytes, "the control block has its place");
 
-// Offsets in an arena, the same on every rank: 16 KiB, 2 T H s, 8 T K, T K (H s + 4), each part rounded up to
-// 256 bytes; s: bytes of an element of x.
+// Offsets in an arena, the same on every rank and for MXFP8, whose rows of x and dy are smaller unless H < 48:
+// 16 KiB, 2 T H s, 8 T K, T K (H s + 4), each part rounded up to 256 bytes; s: bytes of an element of x.
 struct ArenaLayout {
   int64_t x, d_y, router_weights, ids, returned, returned_d_weights, total;
 };
@@ -63,8 +63,9 @@ inline ArenaLayout LayOutArena(const Dims& d, int64_t storage_bytes) {
     at.total += RoundUp(bytes, 256);
     return begin;
   };
-  at.x = take(d.tokens * d.hidden * storage_bytes);
-  at.d_y = take(d.tokens * d.hidden * storage_bytes);
+  const int64_t row_bytes = Max(d.hidden * storage_bytes, MxRowBytes(d.hidden));
+  at.x = take(d.tokens * row_bytes);
+  at.d_y = take(d.tokens * row_bytes);
   at.router_weights = take(d.Routes() * 4);
   at.ids = take(d.Routes() * 4);
   at.returned = take(d.Routes() * d.hidden * storage_bytes);

@@ -34,11 +34,12 @@ const char* FillContextWithNaN(const Params& p, cudaStream_t stream) {
   return Fill(p.context.up, 0xff, p.dims.intermediate * bytes, stream);
 }
 
-// To where the peers pull from: in the forward pass x and ids, in the backward pass x, dy and the router weights.
+// To where the peers pull from: in the forward pass x and ids, in the backward pass x, dy and the router weights;
+// with MXFP8 Quantize has x and dy.
 const char* Stage(const Params& p, const Meeting& meeting, const ArenaLayout& at, int sms, cudaStream_t stream) {
   const Dims& d = p.dims;
   const bool forward = p.pass.direction == Direction::kForward;
-  const int64_t rows = d.tokens * d.hidden * Bytes(p.type), routes = d.Routes() * 4;
+  const int64_t rows = p.pass.mxfp8 ? 0 : d.tokens * d.hidden * Bytes(p.type), routes = d.Routes() * 4;
   const struct {
     int64_t offset;
     const void* from;
@@ -53,10 +54,21 @@ const char* Stage(const Params& p, const Meeting& meeting, const ArenaLayout& at
   return nullptr;
 }
 
+// MXFP8: x and dy as they are pulled.
+const char* Quantize(const Params& p, cudaStream_t stream) {
+  const Dims& d = p.dims;
+  const int32_t* aborted = p.ring.control + kAbortFlag;
+  if (const char* error = LaunchQuantize(p.x, d.tokens, d.hidden, p.ring.staged_x, nullptr, aborted, stream)) {
+    return error;
+  }
+  return LaunchQuantize(p.d_y, d.tokens, d.hidden, p.ring.staged_d_y, nullptr, aborted, stream);
+}
+
 }  // namespace
 
 std::string LoadKernels(int capability) {
-  for (const char* error : {LoadSchedule(), LoadEpilogue(), LoadExchange(), LoadMegakernels(capability)}) {
+  for (const char* error :
+       {LoadSchedule(), LoadQuantize(), LoadEpilogue(), LoadExchange(), LoadMegakernels(capability)}) {
     if (error != nullptr) return error;
   }
   return "";
@@ -73,6 +85,10 @@ std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t
     const Group& group = *options.group;
     p.rank = group.rank;
     arena = LayOutArena(p.dims, Bytes(p.type));
+    if (p.pass.mxfp8) {
+      p.ring.staged_x = group.arenas[p.rank] + arena.x;
+      p.ring.staged_d_y = forward ? nullptr : group.arenas[p.rank] + arena.d_y;
+    }
     p.ring.returned = group.arenas[p.rank] + arena.returned;
     p.ring.returned_d_weights = group.arenas[p.rank] + arena.returned_d_weights;
     meeting = {group, SignatureOf(p), options.place, p.ring.control, options.reports, options.barrier_timeout_ns};
@@ -83,7 +99,7 @@ std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t
   outcome.timeout_ns = options.launch.timeout_ns;
   outcome.reports = options.reports;
   for (const Params& p : ranks) {
-    peers.at[p.rank] = {p.x, p.d_y, p.router_weights, p.ring.returned, p.ring.returned_d_weights};
+    peers.at[p.rank] = PeerOf(p);
     ids.at[p.rank] = p.ids;
     outcome.control[outcome.ranks++] = p.ring.control;
   }
@@ -126,6 +142,7 @@ std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t
   meet("entering the arena", [&](const Params&) { return LaunchEnter(meeting, stream); });
   pause();
   meet("staging", [&](const Params& p) { return Stage(p, meeting, arena, options.launch.sms, stream); });
+  phase("rounding to MXFP8", [&](const Params& p) { return Quantize(p, stream); });
   pause();
   meet("the first barrier", [&](const Params&) { return LaunchBarrier(meeting, 0, stream); });
   if (forward) {

@@ -35,6 +35,8 @@ enum MatrixId : int16_t {
   kGateWeight,
   kUpWeight,
   kDownWeight,
+  kGateForGradient,
+  kUpForGradient,
   kSharedX,
   kSharedDY,
   kSharedH,
@@ -69,7 +71,11 @@ inline Matrices MatricesOf(const Params& p, bool pulls) {
   m.at[kContextUp] = {p.context.up, width, rows, 1};
   m.at[kGateWeight] = {p.routed.gate.values, width, d.hidden, e};
   m.at[kUpWeight] = {p.routed.up.values, width, d.hidden, e};
-  m.at[kDownWeight] = {p.routed.down.values, d.hidden, width, e};
+  // In each pass w_down has one reader.
+  const bool backward = p.pass.direction == Direction::kBackward;
+  m.at[kDownWeight] = {backward ? p.routed.down_for_gradient.values : p.routed.down.values, d.hidden, width, e};
+  m.at[kGateForGradient] = {p.routed.gate_for_gradient.values, width, d.hidden, e};
+  m.at[kUpForGradient] = {p.routed.up_for_gradient.values, width, d.hidden, e};
   m.at[kSharedX] = {p.x, d.hidden, d.tokens, 1};
   m.at[kSharedDY] = {p.d_y, d.hidden, d.tokens, 1};
   m.at[kSharedH] = {p.ring.shared_h, shared, d.tokens, 1};
@@ -125,6 +131,8 @@ __device__ inline void Describe(const Params& p, const TaskList& list, const int
   const int16_t to_shared = shared ? kSharedGateWeight - kGateWeight : 0;
   const int16_t to_shared_ring = shared ? kSharedH - kH : 0;
   const int16_t gate = kGateWeight + to_shared, up = kUpWeight + to_shared, down = kDownWeight + to_shared;
+  const int16_t gate_for_gradient = shared ? kSharedGateWeight : kGateForGradient;
+  const int16_t up_for_gradient = shared ? kSharedUpWeight : kUpForGradient;
   const int16_t h = kH + to_shared_ring, d_gate = kDGate + to_shared_ring, d_up = kDUp + to_shared_ring;
   const bool kept_x = d.Exchanges() && task.macrobatch == 0 && p.pass.context;
   const int16_t x = shared ? kSharedX : kept_x ? kContextX : kX, d_y = shared ? kSharedDY : kDY;
@@ -164,8 +172,11 @@ __device__ inline void Describe(const Params& p, const TaskList& list, const int
       break;
     case Op::kDgradGateUp:
       w.column = static_cast<int>(task.tile * tiles.hidden_columns);
-      g = {
-          {d_gate, d_up, w.row, 0, 0, false}, {gate, up, w.column, 0, z, false}, 2 * steps(width), steps(width), false};
+      g = {{d_gate, d_up, w.row, 0, 0, false},
+           {gate_for_gradient, up_for_gradient, w.column, 0, z, false},
+           2 * steps(width),
+           steps(width),
+           false};
       break;
     case Op::kGradGateUp:
     case Op::kGradDown: {

@@ -254,6 +254,22 @@ ffi::Error ExecuteSchedule(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer 
   return error == nullptr ? ffi::Error::Success() : Internal(std::string("mok_schedule: ") + error);
 }
 
+// The MXFP8 codec alone, likewise: bfloat16 rows -> the rows as they travel, and their values.
+ffi::Error ExecuteQuantize(int32_t ordinal, cudaStream_t stream, ffi::BufferR2<ffi::DataType::BF16> rows,
+                           ffi::Result<ffi::BufferR2<ffi::DataType::U8>> travelling,
+                           ffi::Result<ffi::BufferR2<ffi::DataType::BF16>> rounded) {
+  const int64_t count = rows.dimensions()[0], n = rows.dimensions()[1];
+  if (static_cast<int64_t>(travelling->element_count()) != count * MxRowBytes(n) ||
+      rounded->element_count() != rows.element_count()) {
+    return ffi::Error::InvalidArgument("mok_quantize: sizes that do not fit each other");
+  }
+  const Current current(ordinal);
+  if (!current.error().empty()) return Internal(current.error());
+  const char* error = LaunchQuantize(rows.untyped_data(), count, n, travelling->untyped_data(), rounded->untyped_data(),
+                                     nullptr, stream);
+  return error == nullptr ? ffi::Error::Success() : Internal(std::string("mok_quantize: ") + error);
+}
+
 // The exchange alone, for measurements: stages x, then `repeats` times the traffic between `barriers` barriers (two at
 // least). returned: the return window at the end, or of size 0.
 ffi::Error ExecuteTraffic(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer place, ffi::AnyBuffer x,
@@ -391,6 +407,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MokSchedule, ExecuteSchedule,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("rank"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokQuantize, ExecuteQuantize,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::BufferR2<ffi::DataType::BF16>>()
+                                  .Ret<ffi::BufferR2<ffi::DataType::U8>>()
+                                  .Ret<ffi::BufferR2<ffi::DataType::BF16>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MokTraffic, ExecuteTraffic,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::DeviceOrdinal>()
@@ -429,6 +452,7 @@ PYBIND11_MODULE(_cuda, module) {
     targets["mok_forward_peers"] = Stages(reinterpret_cast<void*>(MokForwardPeers));
     targets["mok_backward_peers"] = Stages(reinterpret_cast<void*>(MokBackwardPeers));
     targets["mok_schedule"] = Stages(reinterpret_cast<void*>(MokSchedule));
+    targets["mok_quantize"] = Stages(reinterpret_cast<void*>(MokQuantize));
     targets["mok_traffic"] = Stages(reinterpret_cast<void*>(MokTraffic));
 #ifdef MOK_BORROWS_COMMUNICATORS
     py::dict window;
@@ -455,6 +479,16 @@ PYBIND11_MODULE(_cuda, module) {
   module.def(
       "arena_bytes", [](const Plan& plan, int64_t storage_bytes) { return LayOutArena(plan, storage_bytes).total; },
       py::arg("dims"), py::arg("storage_bytes"));
+  // Where in one rank's workspace the bytes that it pulled are counted.
+  module.def(
+      "pulled_bytes_offset",
+      [](const Plan& plan, const Pass& pass, int64_t storage_bytes, int64_t wide_bytes) {
+        Ring ring;
+        char* const base = reinterpret_cast<char*>(uintptr_t{64});  // any but null
+        LayOutRing(plan, pass, plan.tiles, storage_bytes, wide_bytes, base, &ring);
+        return reinterpret_cast<char*>(ring.control + kPulledBytes) - base;
+      },
+      py::arg("dims"), py::arg("pass_"), py::arg("storage_bytes"), py::arg("wide_bytes"));
   module.def("schedule_scratch", [](const Plan& plan) { return ScheduleScratch(plan); }, py::arg("dims"));
 }
 

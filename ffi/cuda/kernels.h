@@ -29,6 +29,12 @@ const char* LoadSchedule();
 const char* LaunchSchedule(const Dims& dims, int64_t rank, const IdTable& ids, const Schedule& out, int32_t* scratch,
                            cudaStream_t stream);
 
+const char* LoadQuantize();
+// MXFP8: bfloat16 [rows, n] to rows of MxRowBytes(n), and where wanted the values that these have; unless `aborted`
+// (null: never) points to something. to: null for nothing to do.
+const char* LaunchQuantize(const void* from, int64_t rows, int64_t n, void* to, void* rounded, const int32_t* aborted,
+                           cudaStream_t stream);
+
 const char* LoadEpilogue();
 // y or dx, and the router weights' gradient; NaN throughout where a rank has aborted, which rank 0 reports.
 const char* LaunchEpilogue(const Params& params, const Outcome& outcome, cudaStream_t stream);

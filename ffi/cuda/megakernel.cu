@@ -37,11 +37,31 @@ CUresult Encode(EncodeTiled encode, const Matrix& m, CUtensorMap* map) {
 }
 
 std::string Refusal(CUresult error, int id, const Matrix& m) {
-  static constexpr const char* kNames[] = {
-      "x",        "the kept x",    "d_y",         "h",        "d_gate",   "d_up",   "gate",
-      "up",       "the kept gate", "the kept up", "w_gate",   "w_up",     "w_down", "the shared expert's x",
-      "its d_y",  "its h",         "its d_gate",  "its d_up", "its gate", "its up", "its w_gate",
-      "its w_up", "its w_down"};
+  static constexpr const char* kNames[] = {"x",
+                                           "the kept x",
+                                           "d_y",
+                                           "h",
+                                           "d_gate",
+                                           "d_up",
+                                           "gate",
+                                           "up",
+                                           "the kept gate",
+                                           "the kept up",
+                                           "w_gate",
+                                           "w_up",
+                                           "w_down",
+                                           "w_gate for the gradient",
+                                           "w_up for the gradient",
+                                           "the shared expert's x",
+                                           "its d_y",
+                                           "its h",
+                                           "its d_gate",
+                                           "its d_up",
+                                           "its gate",
+                                           "its up",
+                                           "its w_gate",
+                                           "its w_up",
+                                           "its w_down"};
   static_assert(sizeof(kNames) / sizeof(kNames[0]) == kNumMatrices, "every MatrixId has a name");
   return std::string("cuTensorMapEncodeTiled for ") + kNames[id] + ", bfloat16[" + std::to_string(m.matrices) + ", " +
          std::to_string(m.rows) + ", " + std::to_string(m.columns) + "]: " + TextOf(error);
@@ -56,7 +76,7 @@ const char* LoadMegakernels(int capability) {
 
 std::string LaunchMegakernel(Path path, const Params& params, const PeerTable& peers, const Launch& launch,
                              cudaStream_t stream) {
-  const Matrices matrices = MatricesOf(params, params.dims.Exchanges() || !TilesOf(path).gathers);
+  const Matrices matrices = MatricesOf(params, Pulls(params.dims, TilesOf(path), params.pass));
   const auto text = [](const char* error) { return std::string(error == nullptr ? "" : error); };
   if (path == Path::kPortable) return text(LaunchPortableKernel(params, peers, matrices, launch, stream));
   static const auto encode = FindInDriver<EncodeTiled>("cuTensorMapEncodeTiled");

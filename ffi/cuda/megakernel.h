@@ -38,8 +38,9 @@ struct Launch {
 };
 
 // What words of Ring::control mean; all zero at the start. kGivenUp: set before the megakernel, which then does
-// nothing: a rank that missed its peers must not write into their memory. kStatus: the first of a Status.
-enum ControlWord { kComputeTicket, kCommunicationTicket, kAbortFlag, kGivenUp, kStatus = 16 };
+// nothing: a rank that missed its peers must not write into their memory. kPulledBytes: the first of a
+// uint64_t, for benchmarks. kStatus: the first of a Status.
+enum ControlWord { kComputeTicket, kCommunicationTicket, kAbortFlag, kGivenUp, kPulledBytes, kStatus = 16 };
 static_assert(kStatus * 4 % alignof(Status) == 0 && kStatus * 4 + sizeof(Status) <= kControlWords * 4,
               "a Status must fit behind the words");
 

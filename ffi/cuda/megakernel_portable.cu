@@ -8,6 +8,7 @@
 
 #include "gemm.cuh"
 #include "megakernel_portable.h"
+#include "mxfp8.cuh"
 #include "ptx.cuh"
 #include "queue.cuh"
 #include "stages.cuh"
@@ -151,7 +152,7 @@ __device__ __forceinline__ void Multiply(const Params& p, const Matrices& matric
 }
 
 // Rows of a communication task, by all threads.
-template <typename S>
+template <typename S, bool whole, bool mxfp8>
 __device__ void MoveRows(const Params& p, const PeerTable& peers, const TaskList& list, const Task& task) {
   const Dims& d = p.dims;
   const Moved moved = MovedBy(p, list, p.schedule.row_count, task);
@@ -173,17 +174,39 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const TaskList
       }
     }
   };
+  // The token's row of x or dy to the ring, or zeros.
+  const int64_t pulled_bytes = mxfp8 ? MxRowBytes(d.hidden) : row_bytes;
+  const auto pull = [&](bool exists, const void* base, int64_t token, char* to) {
+    const char* from = exists ? static_cast<const char*>(base) + token * pulled_bytes : nullptr;
+    if constexpr (mxfp8) {
+      if (exists) {
+        for (int64_t at = 8 * threadIdx.x; at < d.hidden; at += 8 * kThreads) {
+          Vector<BFloat16> v;
+          const unsigned char scale = __ldcg(reinterpret_cast<const unsigned char*>(from + MxScaleAt(at)));
+          Decode(__ldcg(reinterpret_cast<const uint2*>(from + MxValueAt(at))), MxScaleToFloat(scale), &v);
+          v.Store<whole>(reinterpret_cast<BFloat16*>(to) + at, static_cast<int>(d.hidden - at));
+        }
+        return;
+      }
+    }
+    copy(from, to);
+  };
   void* x = pulls ? PulledX(p, list, task) : nullptr;
+  const int arrays = pulls ? (x != nullptr) + (task.op == Op::kReverseCombine) : 0;
+  if (threadIdx.x == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(p.ring.control + kPulledBytes),
+              static_cast<unsigned long long>(arrays * moved.count * pulled_bytes));
+  }
   for (int i = 0; i < moved.rows; ++i) {
     const bool exists = i < moved.count;
     if (!pulls && !exists) break;
     const int64_t source = exists ? p.schedule.row_source[moved.first + i] : 0;
     const Peer& peer = peers.at[source / routes];
     const int64_t ring_row = moved.ring_row + i, token = source % routes / d.top_k;
-    if (x != nullptr) copy(exists ? row(peer.x, token) : nullptr, row(x, ring_row));
+    if (x != nullptr) pull(exists, peer.x, token, row(x, ring_row));
     if (task.op == Op::kReverseCombine) {
-      copy(exists ? row(peer.d_y, token) : nullptr, row(p.ring.d_y, ring_row));
-      if (exists && threadIdx.x == 0) {
+      pull(exists, peer.d_y, token, row(p.ring.d_y, ring_row));
+      if (d.Exchanges() && exists && threadIdx.x == 0) {
         static_cast<float*>(p.ring.weights)[ring_row] = static_cast<const float*>(peer.router_weights)[source % routes];
       }
     }
@@ -195,8 +218,8 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const TaskList
   }
 }
 
-// whole: see Stages.
-template <typename S, bool whole>
+// whole, mxfp8: see Stages.
+template <typename S, bool whole, bool mxfp8>
 __global__ void __launch_bounds__(kThreads, 1)
     PortableKernel(const __grid_constant__ Params p, const __grid_constant__ PeerTable peers,
                    const __grid_constant__ Matrices matrices, const __grid_constant__ Launch launch) {
@@ -210,7 +233,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The lowest CTAs, which start first, move rows, if any rows move.
   const bool moves = list.NumCommunication() > 0 && blockIdx.x < launch.num_comm_sms;
   const int64_t tasks = moves ? list.NumCommunication() : list.NumCompute();
-  const Stages<S, whole> stages(p, warp, lane);
+  using Stages = Stages<S, whole, mxfp8>;
+  const Stages stages(p, warp, lane);
   for (;;) {
     if (warp == 0) {
       const int ticket = __shfl_sync(~0u, TakeTicket(p, moves ? kCommunicationTicket : kComputeTicket, lane), 0);
@@ -230,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Work& w = s.work;
     const Op op = RoutedOp(w.task.op);
     if (moves) {
-      MoveRows<S>(p, peers, list, w.task);
+      MoveRows<S, whole, mxfp8>(p, peers, list, w.task);
     } else if (op != Op::kNone) {
       float sum[kSums];
       if (op == Op::kGradGateUp || op == Op::kGradDown) {
@@ -245,8 +269,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           Multiply<S, Major::kK, Major::kK>(p, matrices, w.gemm, buffers, warp, lane, sum);
         }
       }
-      using Memory = Stages<S, whole>;
-      stages.End(w, sum, typename Memory::FromMemory{stages, w}, typename Memory::ToMemory{stages, w});
+      stages.End(w, sum, typename Stages::FromMemory{stages, w}, typename Stages::ToMemory{stages, w});
     }
     __threadfence();  // what this thread stored, before thread 0 signals for all
     __syncthreads();
@@ -257,20 +280,21 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 using Kernel = void (*)(Params, PeerTable, Matrices, Launch);
 
-Kernel KernelFor(ScalarType type, bool whole) {
-  if (type == ScalarType::kFloat32) return whole ? PortableKernel<float, true> : PortableKernel<float, false>;
-  return whole ? PortableKernel<BFloat16, true> : PortableKernel<BFloat16, false>;
+template <bool whole>
+Kernel KernelFor(ScalarType type, bool mxfp8) {
+  if (type == ScalarType::kFloat32) return PortableKernel<float, whole, false>;
+  return mxfp8 ? PortableKernel<BFloat16, whole, true> : PortableKernel<BFloat16, whole, false>;
 }
 
 }  // namespace
 
 const char* LoadPortableKernels() {
-  for (const ScalarType type : {ScalarType::kFloat32, ScalarType::kBFloat16}) {
-    for (const bool whole : {false, true}) {
-      const cudaError_t error =
-          cudaFuncSetAttribute(KernelFor(type, whole), cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-      if (error != cudaSuccess) return cudaGetErrorString(error);
-    }
+  constexpr ScalarType kFloat = ScalarType::kFloat32, kBFloat = ScalarType::kBFloat16;
+  for (const Kernel kernel :
+       {KernelFor<false>(kFloat, false), KernelFor<true>(kFloat, false), KernelFor<false>(kBFloat, false),
+        KernelFor<true>(kBFloat, false), KernelFor<false>(kBFloat, true), KernelFor<true>(kBFloat, true)}) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
   }
   return nullptr;
 }
@@ -280,11 +304,15 @@ const char* LaunchPortableKernel(const Params& params, const PeerTable& peers, c
   Launch filled = launch;
   if (filled.num_comm_sms == 0) filled.num_comm_sms = (launch.sms + 7) / 8;
   // Careful: a CTA that moves rows waits for those that multiply, so one at least must multiply.
-  if (params.dims.Exchanges() && launch.sms < 2) return "ranks > 1 need two multiprocessors, one to move rows";
+  if (Pulls(params.dims, TilesOf(Path::kPortable), params.pass) && launch.sms < 2) {
+    return "ranks > 1 and MXFP8 need two multiprocessors, one to move rows";
+  }
   filled.num_comm_sms = Min(filled.num_comm_sms, launch.sms - 1);
   const Dims& d = params.dims;
   const bool whole = d.hidden % 8 == 0 && d.intermediate % 8 == 0 && d.shared_intermediate % 8 == 0;
-  KernelFor(params.type, whole)<<<launch.sms, kThreads, kSharedBytes, stream>>>(params, peers, matrices, filled);
+  const Kernel kernel =
+      whole ? KernelFor<true>(params.type, params.pass.mxfp8) : KernelFor<false>(params.type, params.pass.mxfp8);
+  kernel<<<launch.sms, kThreads, kSharedBytes, stream>>>(params, peers, matrices, filled);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -13,6 +13,7 @@
 
 #include "gemm.cuh"
 #include "megakernel_sm90a.h"
+#include "mxfp8.cuh"
 #include "ptx.cuh"
 #include "queue.cuh"
 #include "stages.cuh"
@@ -33,6 +34,9 @@ static_assert(kOtherRegisters + 2 * kMathRegisters <= 3 * kLaunchRegisters, "no 
 constexpr int kMoveBuffers = 7, kMoveBytes = 4096, kZeroBytes = 512;
 constexpr int kLag = 4;  // pieces on their way in; the others are on their way out
 static_assert(kLag < kMoveBuffers, "a piece's buffer must be free when it comes in");
+constexpr int kMxPiece = static_cast<int>(kMoveBytes / kMxChunkBytes * kMxChunk);  // values of MXFP8 in a buffer
+static_assert(kMxChunk == 4 * 32 * 8 && kMxChunk / kMxBlock == 32,
+              "each lane has a scale of a chunk and 4 times 8 values");
 
 // Which operand the two tasks of a cluster have in common.
 enum class Common { kNothing, kA, kB };
@@ -331,6 +335,40 @@ class Mover {
     }
   }
 
+  // Likewise rows of MXFP8, by the whole warp, which turns them into bfloat16 on the way.
+  __device__ void Unpack(const Shared& s, int rows, int hidden, int lane) {
+    in_ = {__shfl_sync(~0u, in_.at, 0), __shfl_sync(~0u, in_.parity, 0)};  // where lane 0's last Move ended
+    out_ = in_;
+    const int all = rows * CeilDiv(hidden, kMxPiece);
+    constexpr int kAhead = kMoveBuffers - 1;
+    const auto next = [hidden](Place* place) {
+      if ((place->offset += kMxPiece) >= hidden) *place = {place->row + 1, 0};
+    };
+    Place in{0, 0}, out{0, 0};
+#pragma unroll 1
+    for (int step = 0; step < all + kAhead; ++step) {
+      if (step < all) {
+        if (lane == 0) {
+          const uint32_t barrier = barriers_ + in_.at * sizeof(uint64_t);
+          const int bytes = static_cast<int>(MxRowBytes(Min(kMxPiece, hidden - in.offset)));
+          const char* from = rows_[in.row].from + in.offset / kMxPiece * (kMxPiece / kMxChunk * kMxChunkBytes);
+          ptx::BarrierArriveExpect(barrier, bytes);
+          ptx::LoadBulk(buffers_ + in_.at * kMoveBytes, from, bytes, barrier);
+        }
+        in_.Next();
+        next(&in);
+      }
+      if (step >= kAhead) {
+        ptx::BarrierWait(barriers_ + out_.at * sizeof(uint64_t), out_.parity);
+        BFloat16* to = reinterpret_cast<BFloat16*>(rows_[out.row].to) + out.offset;
+        UnpackPiece(s.moves[out_.at], Min(kMxPiece, hidden - out.offset), to, lane);
+        __syncwarp();  // the buffer is read
+        out_.Next();
+        next(&out);
+      }
+    }
+  }
+
   // Sends zeros to the rows [begin, end).
   __device__ void Clear(int begin, int end) const {
     for (Place to{begin, 0}; to.row < end;) {
@@ -350,6 +388,24 @@ class Mover {
   struct Place {
     int row, offset;
   };
+  __device__ static void UnpackPiece(const uint8_t* chunk, int values, BFloat16* to, int lane) {
+#pragma unroll 1
+    for (int first = 0; first < values; first += kMxChunk, chunk += kMxChunkBytes) {
+      const float scale = MxScaleToFloat(chunk[lane]);  // anything where there is no block
+      const uint8_t* codes = chunk + kMxChunk / kMxBlock + 8 * lane;
+      Vector<BFloat16> v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // all at once, there or not: the buffer is larger than what is in it
+        const float of_block = __shfl_sync(~0u, scale, 8 * i + lane / 4);
+        Decode(*reinterpret_cast<const uint2*>(codes + 256 * i), of_block, &v[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = first + 256 * i + 8 * lane;
+        v[i].Store<true>(to + at, values - at);
+      }
+    }
+  }
   __device__ void Next(Place* place) const {
     if ((place->offset += kMoveBytes) >= row_bytes_) *place = {place->row + 1, 0};
   }
@@ -360,17 +416,19 @@ class Mover {
   Cursor<kMoveBuffers> in_, out_;
 };
 
+template <bool mxfp8>
 __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& launch, Shared& s, int lane) {
   const TaskList& list = s.list;
   const Dims& d = p.dims;
   // Careful: below, one lane describes one row, and moves its weight.
   static_assert(TilesOf(Path::kHopper).communication_rows <= 32, "a communication task has a row for each lane");
   const int tasks = list.NumCommunication(), routes = static_cast<int>(d.Routes()), top_k = static_cast<int>(d.top_k);
-  const int64_t row_bytes = d.hidden * 2;
+  const int64_t row_bytes = d.hidden * 2, pulled_bytes = mxfp8 ? MxRowBytes(d.hidden) : row_bytes;
   Mover mover(s, row_bytes);
   const auto row = [row_bytes](const void* base, int64_t index) {
     return const_cast<char*>(static_cast<const char*>(base)) + index * row_bytes;
   };
+  uint64_t pulled = 0;
   int ahead = TakeTicket(p, kCommunicationTicket, lane);
   Index written = -1;  // the counter of the task before, whose rows are on their way
   for (;;) {
@@ -382,7 +440,10 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
       mover.Finish();
       Signal(p, written);
     }
-    if (ticket >= tasks) return;
+    if (ticket >= tasks) {
+      if (lane == 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.ring.control + kPulledBytes), pulled);
+      return;
+    }
     ahead = TakeTicket(p, kCommunicationTicket, lane);
     if (!WaitForCounters(p, launch, task, lane)) return;
     const Moved moved = MovedBy(p, list, s.row_counts, task);
@@ -400,15 +461,22 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
       if (!pulls) {
         if (exists) s.rows[at] = {row(p.ring.out, ring_row), row(peer.returned, route)};
       } else {
-        if (first) s.rows[at] = {row(peer.x, token), row(x, ring_row)};
-        if (second) s.rows[at + first * next] = {row(peer.d_y, token), row(p.ring.d_y, ring_row)};
+        const int64_t skipped = token * pulled_bytes;
+        if (first) s.rows[at] = {static_cast<const char*>(peer.x) + skipped, row(x, ring_row)};
+        if (second) {
+          s.rows[at + first * next] = {static_cast<const char*>(peer.d_y) + skipped, row(p.ring.d_y, ring_row)};
+        }
       }
     }
     __syncwarp();
+    if (pulls) pulled += arrays * count * pulled_bytes;
+    if constexpr (mxfp8) {
+      if (pulls) mover.Unpack(s, arrays * count, static_cast<int>(d.hidden), lane);
+    }
     if (lane == 0) {
       // Orders the copies after the ordinary stores just waited for.
       ptx::FenceProxyAsync();
-      mover.Move(arrays * count);
+      if (!mxfp8 || !pulls) mover.Move(arrays * count);
       if (missing > 0) mover.Clear(arrays * count, arrays * (count + missing));
     }
     if (d.Exchanges() && exists) {
@@ -538,10 +606,11 @@ __device__ __forceinline__ void StoreHalf(const Half<BFloat16>& half, uint32_t r
   ptx::StoreMatrix4(words, row);
 }
 
+template <bool mxfp8>
 __device__ void Calculate(const Params& p, Shared& s, int rank, int warp, int lane) {
   using ptx::Major;
   const int group = warp / 4;
-  const Stages<BFloat16, true> stages(p, warp, lane);
+  const Stages<BFloat16, true, mxfp8> stages(p, warp, lane);
   Cursor<kStages> stage;
   float sum[kSums];
   for (Cursor<kWorkSlots> slot;; slot.Next()) {
@@ -604,6 +673,7 @@ __device__ void Calculate(const Params& p, Shared& s, int rank, int warp, int la
   }
 }
 
+template <bool mxfp8>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     HopperKernel(const __grid_constant__ Params p, const __grid_constant__ PeerTable peers,
                  const __grid_constant__ Maps maps, const __grid_constant__ Launch launch) {
@@ -654,13 +724,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     } else if (warp == 1) {
       HandOut(p, launch, s, rank, lane);
     } else if (warp == 2) {
-      MoveRows(p, peers, launch, s, lane);
+      MoveRows<mxfp8>(p, peers, launch, s, lane);
     } else {
       if (lane == 0) SignalFinished(p, maps, s, rank);
     }
   } else {
     ptx::TakeRegisters<kMathRegisters>();
-    Calculate(p, s, rank, warp - 4, lane);
+    Calculate<mxfp8>(p, s, rank, warp - 4, lane);
   }
   ptx::ClusterSync();  // until then the other CTA may arrive here
 }
@@ -668,15 +738,17 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 }  // namespace
 
 const char* LoadHopperKernel() {
-  cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, HopperKernel);
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(HopperKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  }
-  if (error != cudaSuccess) return cudaGetErrorString(error);
-  if (attributes.numRegs < kLaunchRegisters) {
-    return "this compiler gave the Hopper kernel too few registers to share out; build with CUDA 13.0 and "
-           "without -G or a register limit, or use MoKConfig(portable=True)";
+  for (const auto kernel : {HopperKernel<false>, HopperKernel<true>}) {
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error == cudaSuccess) {
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    }
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+    if (attributes.numRegs < kLaunchRegisters) {
+      return "this compiler gave the Hopper kernel too few registers to share out; build with CUDA 13.0 and "
+             "without -G or a register limit, or use MoKConfig(portable=True)";
+    }
   }
   return nullptr;
 }
@@ -684,7 +756,8 @@ const char* LoadHopperKernel() {
 const char* LaunchHopperKernel(const Params& params, const PeerTable& peers, const Maps& maps, const Launch& launch,
                                cudaStream_t stream) {
   if (launch.sms < 2) return "the Hopper kernel needs two multiprocessors; use MoKConfig(portable=True)";
-  HopperKernel<<<launch.sms / 2 * 2, kThreads, kSharedBytes, stream>>>(params, peers, maps, launch);
+  const auto kernel = params.pass.mxfp8 ? HopperKernel<true> : HopperKernel<false>;
+  kernel<<<launch.sms / 2 * 2, kThreads, kSharedBytes, stream>>>(params, peers, maps, launch);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

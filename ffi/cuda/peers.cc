@@ -53,10 +53,10 @@ void RemoveTable(int64_t table) {
 std::string Text(const int32_t (&words)[Signature::kWords]) {
   static constexpr const char* kNames[] = {"tokens", "hidden", "intermediate", "shared_intermediate", "local_experts",
                                            "ranks",  "top_k",  "minibatch",    "macrobatch"};
+  static constexpr const char* kTypes[] = {"float32", "float64", "bfloat16", "mxfp8"};
   std::ostringstream text;
   text << (words[0] == static_cast<int32_t>(Direction::kForward) ? "forward" : "backward") << "(dtype "
-       << (words[1] == static_cast<int32_t>(ScalarType::kBFloat16) ? "bfloat16" : "float32") << ", context "
-       << words[2];
+       << kTypes[words[1] & 3] << ", context " << words[2];
   for (int i = 3; i < Signature::kWords; ++i) text << ", " << kNames[i - 3] << " " << words[i];
   text << ")";
   return text.str();

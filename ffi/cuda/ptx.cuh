@@ -99,6 +99,20 @@ __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// ---- sm_89: two e4m3 values, the first in the low byte; saturates ----
+
+__device__ __forceinline__ uint16_t ToE4M3x2(float low, float high) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+// As two float16.
+__device__ __forceinline__ uint32_t FromE4M3x2(uint16_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  return halves;
+}
+
 // ---- sm_90: barriers in shared memory, the copy engine ----
 
 __device__ __forceinline__ void BarrierInit(uint32_t barrier, int arrivals) {

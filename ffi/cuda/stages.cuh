@@ -13,6 +13,7 @@
 #include "../numerics.h"
 #include "fragment.cuh"
 #include "gemm.cuh"
+#include "mxfp8.cuh"
 
 namespace mok::cuda {
 
@@ -32,8 +33,9 @@ __device__ __forceinline__ float Sigmoid<BFloat16>(float value) {
 // ---- the stages ----
 
 // One CTA's math warps on one task. S is the storage dtype; whole: rows of every matrix are a multiple of 8
-// long, so that vectors are aligned and there or not as wholes.
-template <typename S, bool whole>
+// long, so that vectors are aligned and there or not as wholes; mxfp8: of the routed experts h, dg and du are
+// rounded to it.
+template <typename S, bool whole, bool mxfp8 = false>
 class Stages {
  public:
   // warp: of the 8 that hold the tile.
@@ -194,6 +196,9 @@ class Stages {
         }
         Vector<S> h;
         h.Round(gv);
+        if constexpr (mxfp8) {
+          if (!w.shared) RoundToMx<whole>(h, columns);
+        }
         h.template Store<whole>(to_h + offset, exists ? columns : 0);
       }
     }
@@ -289,6 +294,9 @@ class Stages {
         }
         h.at[i].Round(hidden);  // first the h that the forward pass multiplied by Wd
       }
+      if constexpr (mxfp8) {
+        if (!w.shared) RoundToMx<whole>(h, Columns(w, index));
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float g[2], u[2], hidden[2];
@@ -314,6 +322,12 @@ class Stages {
         gate.at[i].Round(g);
         up.at[i].Round(u);
         h.at[i].Round(hidden);
+      }
+      if constexpr (mxfp8) {
+        if (!w.shared) {
+          RoundToMx<whole>(gate, Columns(w, index));
+          RoundToMx<whole>(up, Columns(w, index));
+        }
       }
       store(index, gate, up, h);
       const float last_weight = weight, last_d_weight = d_weight;

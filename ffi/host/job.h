@@ -143,14 +143,14 @@ class Job {
   Job(std::vector<Params> ranks, std::optional<uint32_t> random_order)
       : ranks_(std::move(ranks)), random_order_(random_order) {
     for (const Params& p : ranks_) {
-      peers_.push_back({p.x, p.d_y, p.router_weights, p.ring.returned, p.ring.returned_d_weights});
+      peers_.push_back(PeerOf(p));
       ids_.push_back(p.ids);
     }
     for (const Params& p : ranks_) stages_.emplace_back(p, peers_);
     if (ranks_[0].pass.direction == Direction::kForward) {
       Enter(Phase::kSchedule, num_ranks());
     } else {
-      EnterTasks();
+      EnterStage();
     }
   }
 
@@ -192,23 +192,28 @@ class Job {
   }
 
  private:
-  enum class Phase { kSchedule, kTasks, kEpilogue, kDone };
-  static constexpr int64_t kEpilogueTokens = 64;
+  enum class Phase { kSchedule, kStage, kTasks, kEpilogue, kDone };
+  static constexpr int64_t kItemTokens = 64;  // of kStage and kEpilogue
 
   struct Item {
     Phase phase;
     int64_t rank;
-    int64_t index;  // kEpilogue: which tokens
+    int64_t index;  // kStage, kEpilogue: which tokens
     Task task;      // kTasks
   };
 
   int64_t num_ranks() const { return static_cast<int64_t>(ranks_.size()); }
-  int64_t EpilogueBlocks() const { return CeilDiv(ranks_[0].dims.tokens, kEpilogueTokens); }
+  int64_t TokenItems() const { return CeilDiv(ranks_[0].dims.tokens, kItemTokens) * num_ranks(); }
 
   void Enter(Phase phase, int64_t items) {
     phase_ = phase;
     next_ = 0;
     items_ = items;
+  }
+
+  void EnterStage() {
+    if (!ranks_[0].pass.mxfp8) return EnterTasks();
+    Enter(Phase::kStage, TokenItems());
   }
 
   void EnterTasks() {
@@ -243,16 +248,15 @@ class Job {
 
   void Execute(const Item& item) {
     const Stages<S>& stages = stages_[item.rank];
+    const int64_t begin = item.index * kItemTokens, end = Min(begin + kItemTokens, ranks_[item.rank].dims.tokens);
     switch (item.phase) {
       case Phase::kSchedule:
         BuildSchedule(ranks_[item.rank].dims, item.rank, ids_, ranks_[item.rank].schedule);
         stages.ClearUnusedContext();
         return;
       case Phase::kTasks: return stages.Run(queues_[item.rank].list(), item.task);
-      case Phase::kEpilogue: {
-        const int64_t begin = item.index * kEpilogueTokens;
-        return stages.Epilogue(begin, Min(begin + kEpilogueTokens, ranks_[item.rank].dims.tokens));
-      }
+      case Phase::kStage: return stages.Stage(begin, end);
+      case Phase::kEpilogue: return stages.Epilogue(begin, end);
       case Phase::kDone: return;
     }
   }
@@ -260,7 +264,8 @@ class Job {
   // Nothing to take and nobody running: the phase is over, or its tasks are stuck.
   void Advance() {
     switch (phase_) {
-      case Phase::kSchedule: return EnterTasks();
+      case Phase::kSchedule: return EnterStage();
+      case Phase::kStage: return EnterTasks();
       case Phase::kTasks:
         for (int64_t r = 0; r < num_ranks(); ++r) {
           const std::string where = "mok_jax host: rank " + std::to_string(r);
@@ -268,7 +273,7 @@ class Job {
           const std::string wrong = queues_[r].CheckTotals();
           if (!wrong.empty()) return Fail(where + ": " + wrong);
         }
-        return Enter(Phase::kEpilogue, EpilogueBlocks() * num_ranks());
+        return Enter(Phase::kEpilogue, TokenItems());
       case Phase::kEpilogue: phase_ = Phase::kDone; return;
       case Phase::kDone: return;
     }

@@ -22,6 +22,7 @@ namespace mok::host {
 // 128 rows (Dims::row_tile): each packed weight element is then used by 128 multiplications.
 inline constexpr int64_t kRowTile = 128;
 inline constexpr int64_t kColumns = 256;
+static_assert(kColumns % kMxBlock == 0, "a tile quantises whole blocks of its row");
 inline constexpr Tiles kTiles = {kColumns, kColumns, kColumns, {kColumns, kColumns}, {kColumns, kColumns}, 1, 0, true};
 // For the default minibatch; a constant, so that shapes do not depend on the machine.
 inline constexpr int64_t kComputeUnits = 4;
@@ -29,7 +30,7 @@ inline constexpr int64_t kComputeUnits = 4;
 template <typename S>
 class Stages {
   using Wide = typename Numerics<S>::Wide;
-  static constexpr bool kWidens = !std::is_same_v<S, Wide>;
+  static constexpr bool kWidens = !std::is_same_v<S, Wide>, kQuantises = std::is_same_v<S, BFloat16>;
 
  public:
   // peers: one per rank of the group, this one included.
@@ -41,7 +42,7 @@ class Stages {
       case Op::kNone: return;
       case Op::kDispatch: return Dispatch(task);
       case Op::kCombine: return Combine(task);
-      case Op::kReverseCombine: return ReverseCombine(list, task);
+      case Op::kReverseCombine: return ReverseCombine(task);
       case Op::kReverseDispatch: return ReverseDispatch(list, task);
       case Op::kGateUp: return GateUp(Routed(task), task);
       case Op::kDown: return Down(Routed(task), task);
@@ -67,6 +68,20 @@ class Stages {
     clear(p_.context.x, d_.hidden);
     clear(p_.context.gate, d_.intermediate);
     clear(p_.context.up, d_.intermediate);
+  }
+
+  // MXFP8: the x (backward: and dy) of tokens [begin, end) as all ranks pull it.
+  void Stage(int64_t begin, int64_t end) const {
+    if constexpr (kQuantises) {
+      const auto stage = [&](const void* from, void* to) {
+        if (to == nullptr) return;
+        for (int64_t t = begin; t < end; ++t) {
+          ToMx(At(from, t * d_.hidden), d_.hidden, static_cast<uint8_t*>(to) + t * MxRowBytes(d_.hidden));
+        }
+      };
+      stage(p_.x, p_.ring.staged_x);
+      stage(p_.d_y, p_.ring.staged_d_y);
+    }
   }
 
   // y (or dx) of tokens [begin, end): the shared part, then the slots in order; rounded once.
@@ -108,15 +123,24 @@ class Stages {
   const int32_t* Source(int64_t block) const { return p_.schedule.row_source + block * d_.row_tile; }
 
   // Where the pulled x rows of a macrobatch lie.
-  void* PulledX(const Task& task) const { return task.macrobatch == 0 && p_.pass.context ? p_.context.x : p_.ring.x; }
+  void* PulledX(const Task& task) const {
+    return d_.Exchanges() && task.macrobatch == 0 && p_.pass.context ? p_.context.x : p_.ring.x;
+  }
 
   void Pull(const Task& task, void* to, const void* Peer::* from) const {
     const int64_t n = Count(task, task.block), routes = d_.Routes();
     for (int64_t i = 0; i < n; ++i) {
       const int64_t source = Source(task.block)[i];
       const int64_t token = source % routes / d_.top_k;
-      std::memcpy(At(to, (RingRow(task, task.block) + i) * d_.hidden),
-                  At(peers_[source / routes].*from, token * d_.hidden), d_.hidden * sizeof(S));
+      const void* base = peers_[source / routes].*from;
+      S* row = At(to, (RingRow(task, task.block) + i) * d_.hidden);
+      if constexpr (kQuantises) {
+        if (p_.pass.mxfp8) {
+          FromMx(static_cast<const uint8_t*>(base) + token * MxRowBytes(d_.hidden), d_.hidden, row);
+          continue;
+        }
+      }
+      std::memcpy(row, At(base, token * d_.hidden), d_.hidden * sizeof(S));
     }
   }
 
@@ -125,9 +149,10 @@ class Stages {
     if (PulledX(task) == p_.context.x) ClearPadding(task, p_.context.x, d_.hidden);
   }
 
-  void ReverseCombine(const TaskList& list, const Task& task) const {
+  void ReverseCombine(const Task& task) const {
     Pull(task, p_.ring.d_y, &Peer::d_y);
-    if (list.Computes(task.macrobatch)) Pull(task, p_.ring.x, &Peer::x);
+    if (PulledX(task) == p_.ring.x) Pull(task, p_.ring.x, &Peer::x);
+    if (!d_.Exchanges()) return;
     const int64_t n = Count(task, task.block), routes = d_.Routes();
     for (int64_t i = 0; i < n; ++i) {
       const int64_t source = Source(task.block)[i];
@@ -189,7 +214,7 @@ class Stages {
     b.width = d_.intermediate;
     b.expert = task.expert;
     b.weights = &p_.routed;
-    if (d_.Exchanges()) {
+    if (Pulls(d_, kTiles, p_.pass)) {
       b.x = {At(PulledX(task), b.row * d_.hidden), d_.hidden};
       b.d_y = {At(p_.ring.d_y, b.row * d_.hidden), d_.hidden};
     } else {
@@ -250,6 +275,7 @@ class Stages {
       for (int64_t c = 0; c < columns; ++c) {
         h[c] = Numerics<S>::Round(SwiGlu<Wide>::Forward(g[c], activation_.Up(u[c]), sigmoid[c]));
       }
+      Quantize(b, h, columns);
     }
     if (b.keeps_context && task.tile == 0) {
       ClearPadding(task, b.gate, b.width);
@@ -300,9 +326,11 @@ class Stages {
       Sigmoid(clamped, sigmoid, columns);
       for (int64_t c = 0; c < columns; ++c) {
         const Wide u = activation_.Up(Numerics<S>::Widen(up[c]));
-        // The rounded h that the forward pass multiplied by Wd.
-        h[c] = Numerics<S>::Widen(Numerics<S>::Round(SwiGlu<Wide>::Forward(clamped[c], u, sigmoid[c])));
+        weighted_h[c] = Numerics<S>::Round(SwiGlu<Wide>::Forward(clamped[c], u, sigmoid[c]));
       }
+      // The rounded h that the forward pass multiplied by Wd.
+      Quantize(b, weighted_h, columns);
+      for (int64_t c = 0; c < columns; ++c) h[c] = Numerics<S>::Widen(weighted_h[c]);
       const Wide* row = d_h + i * columns;
       if (partials > 0)
         static_cast<Wide*>(p_.ring.d_weights)[(b.row + i) * partials + task.tile] = Dot(row, h, columns);
@@ -314,6 +342,8 @@ class Stages {
         d_up[c] = Numerics<S>::Round(d_u);
         weighted_h[c] = Numerics<S>::Round(weight * h[c]);
       }
+      Quantize(b, d_gate, columns);
+      Quantize(b, d_up, columns);
     }
   }
 
@@ -451,6 +481,13 @@ class Stages {
                                  Slot::kConverted, &pitch);
         Gemm(a + at, a_pitch, Transpose::kNo, wide, pitch, transpose, out, n, m, n, depth, accumulate || at > 0);
       }
+    }
+  }
+
+  // n values of a routed expert's row to MXFP8 and back in place: whole blocks, the row's last ones or not.
+  void Quantize(const Block& b, S* row, int64_t n) const {
+    if constexpr (kQuantises) {
+      if (p_.pass.mxfp8 && b.weights == &p_.routed) RoundToMx(row, n);
     }
   }
 

@@ -73,6 +73,39 @@ Wide Dot(const Wide* a, const Wide* b, int64_t n) {
   return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
 }
 
+// The scale of a block of at most kMxBlock values in any dtype that ToFloat takes.
+template <typename S>
+uint8_t MxScaleOf(const S* block, int64_t n) {
+  uint32_t amax = 0;
+  for (int64_t i = 0; i < n; ++i) amax = Max(amax, FloatBits(ToFloat(block[i])) & 0x7fffffffu);
+  return MxScale(amax);
+}
+
+// A row as it travels, and back. bfloat16 holds every value exactly, except that 2^128 and more is infinite.
+inline void ToMx(const BFloat16* row, int64_t n, uint8_t* to) {
+  for (int64_t at = 0; at < n; at += kMxBlock) {
+    const int64_t end = Min(at + kMxBlock, n);
+    const uint8_t scale = MxScaleOf(row + at, end - at);
+    to[MxScaleAt(at)] = scale;
+    for (int64_t i = at; i < end; ++i) to[MxValueAt(i)] = ToE4M3(ToFloat(row[i]) * MxInverse(scale));
+  }
+}
+inline void FromMx(const uint8_t* from, int64_t n, BFloat16* row) {
+  for (int64_t i = 0; i < n; ++i) {
+    row[i] = ToBFloat16(E4M3ToFloat(from[MxValueAt(i)]) * MxScaleToFloat(from[MxScaleAt(i)]));
+  }
+}
+
+// A row to MXFP8 and back in place.
+inline void RoundToMx(BFloat16* row, int64_t n) {
+  for (int64_t at = 0; at < n; at += kMxChunk) {
+    uint8_t chunk[kMxChunkBytes];
+    const int64_t count = Min(kMxChunk, n - at);
+    ToMx(row + at, count, chunk);
+    FromMx(chunk, count, row + at);
+  }
+}
+
 }  // namespace mok::host
 
 #endif  // MOK_HOST_VECTORS_H_
