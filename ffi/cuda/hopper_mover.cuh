@@ -33,8 +33,9 @@ class Mover {
         row_bytes_(static_cast<int>(row_bytes)),
         pieces_(static_cast<int>(CeilDiv(row_bytes, kMoveBytes))) {}
 
-  // The first `rows` rows, as far as sending them out.
-  __device__ void Move(int rows) {
+  // The first `rows` rows, as far as sending them out. Returns the bytes that came in.
+  __device__ int64_t Move(int rows) {
+    int64_t loaded = 0;
     const int all = rows * pieces_;
     Place in{0, 0}, out{0, 0};
 #pragma unroll 1
@@ -46,6 +47,7 @@ class Mover {
         const int bytes = Min(kMoveBytes, row_bytes_ - in.offset);
         ptx::BarrierArriveExpect(barrier, bytes);
         ptx::LoadBulk(buffers_ + in_.at * kMoveBytes, rows_[in.row].from + in.offset, bytes, barrier);
+        loaded += bytes;
         in_.Next();
         Next(&in);
       }
@@ -58,10 +60,11 @@ class Mover {
         Next(&out);
       }
     }
+    return loaded;
   }
 
-  // Likewise rows of MXFP8, by the whole warp, which turns them into bfloat16 on the way.
-  __device__ void Unpack(const Shared& s, int rows, int hidden, int lane) {
+  // Likewise rows of MXFP8, by the whole warp, which turns them into bfloat16 on the way. Adds to lane 0's `pulled`.
+  __device__ void Unpack(const Shared& s, int rows, int hidden, int lane, uint64_t* pulled) {
     in_ = {__shfl_sync(~0u, in_.at, 0), __shfl_sync(~0u, in_.parity, 0)};  // where lane 0's last Move ended
     out_ = in_;
     const int all = rows * CeilDiv(hidden, kMxPiece);
@@ -79,6 +82,7 @@ class Mover {
           const char* from = rows_[in.row].from + in.offset / kMxPiece * (kMxPiece / kMxChunk * kMxChunkBytes);
           ptx::BarrierArriveExpect(barrier, bytes);
           ptx::LoadBulk(buffers_ + in_.at * kMoveBytes, from, bytes, barrier);
+          *pulled += bytes;
         }
         in_.Next();
         next(&in);
@@ -153,7 +157,7 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
   const auto row = [row_bytes](const void* base, int64_t index) {
     return const_cast<char*>(static_cast<const char*>(base)) + index * row_bytes;
   };
-  uint64_t pulled = 0;
+  uint64_t pulled = 0;  // of lane 0: the bytes that its barriers awaited
   int ahead = TakeTicket(p, kCommunicationTicket, lane);
   Index written = -1;  // the counter of the task before, whose rows are on their way
   for (;;) {
@@ -194,14 +198,17 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
       }
     }
     __syncwarp();
-    if (pulls) pulled += arrays * count * pulled_bytes;
+    const bool unpacks = mxfp8 && pulls;
     if constexpr (mxfp8) {
-      if (pulls) mover.Unpack(s, arrays * count, static_cast<int>(d.hidden), lane);
+      if (unpacks) mover.Unpack(s, arrays * count, static_cast<int>(d.hidden), lane, &pulled);
     }
-    if (lane == 0) {
-      // Orders the copies after the ordinary stores just waited for.
+    if (lane == 0 && (!unpacks || missing > 0)) {
+      // Orders the copies after the ordinary stores just waited for. Not for Unpack: it would wait for its stores.
       ptx::FenceProxyAsync();
-      if (!mxfp8 || !pulls) mover.Move(arrays * count);
+      if (!unpacks) {
+        const int64_t loaded = mover.Move(arrays * count);
+        if (pulls) pulled += loaded;
+      }
       if (missing > 0) mover.Clear(arrays * count, arrays * (count + missing));
     }
     if (d.Exchanges() && exists) {

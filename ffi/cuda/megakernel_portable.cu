@@ -193,7 +193,7 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const TaskList
   };
   void* x = pulls ? PulledX(p, list, task) : nullptr;
   const int arrays = pulls ? (x != nullptr) + (task.op == Op::kReverseCombine) : 0;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0) {  // from the sizes; the Hopper kernel counts what came in
     atomicAdd(reinterpret_cast<unsigned long long*>(p.ring.control + kPulledBytes),
               static_cast<unsigned long long>(arrays * moved.count * pulled_bytes));
   }
