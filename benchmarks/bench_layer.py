@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 # This process asks what the GPU is while others measure on it.
@@ -40,7 +41,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 from memory import measure_growth, measure_peak, pulled_bytes
 from problem import check_agreement, make_calls, make_problem, reference, results_to_check
-from protocol import BOUNDS, DIRECTIONS, LIMIT, ROUTINGS, SHAPES, Shape, both_orders, steady
+from protocol import BOUNDS, DIRECTIONS, DTYPES, LIMIT, ROUTINGS, SHAPES, Shape, both_orders, steady
 from report import draw, table
 from rivals import CONTENDERS, quantize
 
@@ -54,6 +55,7 @@ CONFIG = ("row_tile", "minibatch", "macrobatch", "num_threads")
 # On a GPU: the process that measures a contender, and the seconds after which it is ended.
 TORCH, SLOW, JAX = "torch", "xla", "jax"
 PROCESSES = {TORCH: 180, SLOW: 60, JAX: 300}
+MXFP8_BYTES = "the bytes of cuda_mxfp8"  # in `left_out`
 DENSEST = 8  # "dense" is left out where it does more than so many times the layer's work
 
 
@@ -62,6 +64,11 @@ def process_of(name: str) -> str:
     if name.startswith("torch_"):
         return TORCH
     return SLOW if name in ("ragged_dot", "xla", "dense") else JAX
+
+
+def why(error: Exception) -> str:
+    """In one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 # ---- CPU ----
@@ -151,24 +158,44 @@ def add_rates(report: dict[str, Any], shape: Shape) -> None:
                 point["share"] = limit["median_ms"] / point["median_ms"]
 
 
-def measure_mxfp8(shape: Shape, config: mok_jax.MoKConfig) -> dict[str, Any]:
-    """What a step of training does once, quantising the weights, in ms; and bytes that are pulled, by precision."""
-    call = functools.partial(quantize, make_problem("cuda", shape, config).arguments[2:])
-    return {
-        "quantize_ms": statistics.median(sampler(call)()),
-        "pulled_bytes": {str(precision): pulled_bytes(shape, config, precision) for precision in (None, "mxfp8")},
-    }
+def measure_mxfp8(report: dict[str, Any], shape: Shape, config: mok_jax.MoKConfig, save: Callable[[], None]) -> None:
+    """What a step of training does once, quantising the weights, in ms; and bytes that are pulled, by precision.
+
+    However it ends, the times that are in the report stay: they are saved before.
+    """
+    report["left_out"][MXFP8_BYTES] = "its process ended before they were measured"
+    save()
+    try:
+        call = functools.partial(quantize, make_problem("cuda", shape, config).arguments[2:])
+        report["mxfp8"] = {
+            "quantize_ms": statistics.median(sampler(call)()),
+            "pulled_bytes": {str(precision): pulled_bytes(shape, config, precision) for precision in (None, "mxfp8")},
+        }
+        del report["left_out"][MXFP8_BYTES]
+    except Exception as error:
+        traceback.print_exc()
+        report["left_out"][MXFP8_BYTES] = why(error)
 
 
 # ---- both ----
+
+
+def by_reference(names: list[str]) -> list[str]:
+    """In the order of the checks. Nothing may have run on the device before "cuda", whose peak memory counts; what
+    shares a reference follows one another, first by what it is compiled for."""
+
+    def key(name: str):
+        contender = CONTENDERS[name]
+        return name != "cuda", contender.precision is not None, contender.routing is not None
+
+    return sorted(names, key=key)
 
 
 def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, routing: str):
     """Each contender's two passes, checked. The package must be right; a rival that fails is left out."""
     calls: dict[str, dict[str, functools.partial]] = {}
     wanted: tuple[Any, Any] = (None, None)
-    # Nothing may have run on the device before "cuda", whose peak memory counts; what shares a reference follows it.
-    for name in sorted(names, key=lambda name: (name != "cuda", CONTENDERS[name].routing is not None)):
+    for name in by_reference(names):
         contender = CONTENDERS[name]
         try:
             passes = make_calls(make_problem(name, shape, config, routing))
@@ -185,15 +212,13 @@ def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, rout
             if contender.of_package:
                 raise
             traceback.print_exc()
-            report["left_out"][name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            report["left_out"][name] = why(error)
     return {name: calls[name] for name in names if name in calls}
 
 
 def measure_here(report: dict[str, Any], names: list[str], shape: Shape, config, options: argparse.Namespace) -> None:
     """Checks and times the contenders in this process."""
     calls = prepare(report, names, shape, config, options.routing)
-    if "cuda_mxfp8" in calls:
-        report["mxfp8"] = measure_mxfp8(shape, config)
     for direction in DIRECTIONS:
         passes = {name: calls[name][direction] for name in calls}
         if jax.default_backend() == "cpu":
@@ -226,7 +251,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Shape, mok_j
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, help="these sizes, unless given below: " + _describe_shapes())
     for field in dataclasses.fields(Shape):
-        kind: dict[str, Any] = dict(choices=tuple(BOUNDS)) if field.name == "dtype" else dict(type=int, metavar="N")
+        kind: dict[str, Any] = dict(choices=DTYPES) if field.name == "dtype" else dict(type=int, metavar="N")
         default = getattr(DEFAULT, field.name)
         parser.add_argument(f"--{field.name.replace('_', '-')}", help=f"default without --shape: {default}", **kind)
     for name in CONFIG:
@@ -288,6 +313,20 @@ def _why_not(name: str, shape: Shape) -> str | None:
     return why_not(implementation) if implementation in IMPLEMENTATIONS else None
 
 
+def _agreement(agreement: dict[str, dict[str, float]], shape: Shape) -> str:
+    """Each contender's worst tensor, and what it may be: a coarse check, tests judge more finely."""
+    worst = {name: max(errors.values()) for name, errors in agreement.items()}
+    bounds = {name: BOUNDS[(name in CONTENDERS and CONTENDERS[name].precision) or shape.dtype] for name in worst}
+    return ", ".join(f"{name} {worst[name]:.1e} (at most {bounds[name]:g})" for name in worst)
+
+
+def save(report: dict[str, Any], path: pathlib.Path | None) -> None:
+    """As JSON, if a file was asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Checks, times, and reports."""
     options, shape, config = parse(arguments)
@@ -298,7 +337,7 @@ def main(arguments: list[str] | None = None) -> None:
         "forward_flops": shape.forward_flops,
         "config": dataclasses.asdict(config),
         "agreement": {},
-        "left_out": options.left_out,
+        "left_out": dict(options.left_out),
         "memory": measure_growth(options.memory, shape, config),
         "peak": None,
         "mxfp8": None,
@@ -307,6 +346,8 @@ def main(arguments: list[str] | None = None) -> None:
     if jax.default_backend() == "cpu" or options.process:
         measure_here(report, options.contenders, shape, config, options)
         add_rates(report, shape)
+        if "cuda_mxfp8" in report[DIRECTIONS[0]]:
+            measure_mxfp8(report, shape, config, functools.partial(save, report, options.json))
     else:
         for process in PROCESSES:
             names = [name for name in options.contenders if name != LIMIT and process_of(name) == process]
@@ -314,15 +355,12 @@ def main(arguments: list[str] | None = None) -> None:
                 part = run_process(process, names, shape, options)
                 add_rates(part, shape)
                 merge(report, process, part)
-    worst = ", ".join(f"{name} {max(errors.values()):.1e}" for name, errors in report["agreement"].items())
-    print(f"y and gradients agree with the reference within {BOUNDS[shape.dtype]}: {worst}", flush=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"y and gradients agree with the reference: {_agreement(report['agreement'], shape)}", flush=True)
+    save(report, options.json)
     if options.png:
         draw(options.png, report)
     print(table(report))
-    failed = {"cuda", "cuda_mxfp8", "cuda_skewed"} & (report["left_out"].keys() - options.left_out.keys())
+    failed = {"cuda", "cuda_mxfp8", "cuda_skewed", MXFP8_BYTES} & (report["left_out"].keys() - options.left_out.keys())
     if failed:
         sys.exit(f"bench_layer: {', '.join(sorted(failed))} failed")
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import ctypes
 import dataclasses
+import functools
 import multiprocessing
 import pathlib
 from typing import Any
@@ -103,25 +104,30 @@ def pulled_bytes(shape: Shape, config: mok_jax.MoKConfig, precision: str | None,
     """Bytes of x and dy that moved to where they are multiplied, forward and backward, as the kernels counted them on
     so many virtual ranks."""
     config = dataclasses.replace(config, precision=precision, virtual_ranks=ranks)
-    _, ids, (x, router_weights, *weights), d_y = make_problem("cuda", shape, config)
+    _, ids, arguments, d_y = make_problem("cuda", shape, config)
     dims = _dims(shape, config, "cuda")
-    context, gradients = config.save_context, ops.GATE_UP | ops.DOWN
-    shared = [jnp.zeros((shape.hidden, 0), x.dtype)] * 2 + [jnp.zeros((0, shape.hidden), x.dtype)]
-    # What the weights hold does not matter here.
-    more = weights if precision is not None else []
+    words = jax.device_get(jax.jit(functools.partial(_pulled_words, dims))(ids, arguments, d_y))
+    return [sum(int(low) + (int(high) << 32) for low, high in of_ranks) for of_ranks in words]
 
-    @jax.jit
-    def both(x, ids, router_weights, weights, d_y):
-        place = jnp.zeros(2, jnp.int32)
-        arguments = (x, ids, router_weights, [*weights, *shared])
-        _, residuals, forward = ops.forward(dims, place, *arguments, context=context)
-        arguments = (x, ids, router_weights, [*weights, *shared, *more])
-        options = dict(context=context, gradients=gradients, dtypes=[x.dtype] * 6)
-        *_, backward = ops.backward(dims, place, d_y, *arguments, residuals, **options)
-        return dims.pulled_bytes(forward, False, context, 0), dims.pulled_bytes(backward, True, context, gradients)
 
-    words = jax.device_get(both(x, ids, router_weights, weights, d_y))
-    return [sum(int(low) + (int(high) << 32) for low, high in ranks) for ranks in words]
+def _pulled_words(dims: ops.Dims, ids, arguments, d_y) -> list[jax.Array]:
+    """Both calls' counters. Careful: an array that is no argument becomes part of the program, gigabytes of it."""
+    *_, forward, backward = both_calls(dims, ids, arguments, d_y)
+    context, gradients = dims.config.save_context, ops.GATE_UP | ops.DOWN
+    return [dims.pulled_bytes(forward, False, context, 0), dims.pulled_bytes(backward, True, context, gradients)]
+
+
+def both_calls(dims: ops.Dims, ids, arguments, d_y):
+    """y, dx and the workspaces of a forward and a backward call. In MXFP8 of weights as they are, not quantised: what
+    is moved does not depend on them."""
+    x, router_weights, *weights = arguments
+    shared = [jnp.zeros((dims.hidden, 0), x.dtype)] * 2 + [jnp.zeros((0, dims.hidden), x.dtype)]
+    tokens, place, context = (x, ids, router_weights), jnp.zeros(2, jnp.int32), dims.config.save_context
+    y, residuals, forward = ops.forward(dims, place, *tokens, [*weights, *shared], context=context)
+    operands = [*weights, *shared, *(weights if dims.mxfp8 else [])]
+    options = dict(context=context, gradients=ops.GATE_UP | ops.DOWN, dtypes=[x.dtype] * 6)
+    d_x, *_, backward = ops.backward(dims, place, d_y, *tokens, operands, residuals, **options)
+    return y, d_x, forward, backward
 
 
 def _dims(shape: Shape, config: mok_jax.MoKConfig, implementation: str) -> ops.Dims:

@@ -20,6 +20,7 @@ LIMIT = "matmul"
 # reference's largest value there. Both round; bfloat16 rounds g, u, h and o on the way. In MXFP8 a value near the
 # middle of two may go either way, to an eighth more or less.
 BOUNDS = {"float32": 2e-5, "bfloat16": 4e-2, "mxfp8": 1e-1}
+DTYPES = ("float32", "bfloat16")
 CHECKED_TOKENS = 1024  # on a GPU: the reference would take minutes and all memory for all of them
 ROUTINGS = ("uniform", "skewed")
 

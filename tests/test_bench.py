@@ -2,7 +2,11 @@
 
 import dataclasses
 import functools
+import io
+import itertools
+import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +66,7 @@ def test_dense_is_left_out_where_it_does_too_much():
     [
         (["--contenders", "nobody"], "--contenders must name some of matmul, cuda"),
         (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--dtype", "mxfp8"], "argument --dtype: invalid choice: 'mxfp8'"),
         (["--top-k", "17"], "--top-k must be at most --experts 16, got 17"),
     ],
 )
@@ -228,6 +233,45 @@ def test_formula_is_what_xla_plans(config):
     planned = call.func.lower(*call.args).compile().memory_analysis()
     total = planned.argument_size_in_bytes + planned.output_size_in_bytes + planned.temp_size_in_bytes
     assert formula <= total <= 1.02 * formula
+
+
+@pytest.mark.parametrize("precision", [None, "mxfp8"], ids=["bf16", "mxfp8"])
+def test_bytes_are_counted_in_a_program_without_the_weights_in_it(precision, monkeypatch):
+    shape = protocol.Shape(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2, dtype="bfloat16")
+    dims = memory._dims
+    monkeypatch.setattr(memory, "_dims", lambda shape, config, implementation: dims(shape, config, "host"))
+
+    def sizes(self, workspace, *_):  # "host" counts nothing
+        # Careful: of the workspace, or nothing would be left of the calls.
+        return jnp.full((2, 2), np.array([workspace.size, 1]), jnp.uint32) + 0 * workspace[0].astype(jnp.uint32)
+
+    monkeypatch.setattr(ops.Dims, "pulled_bytes", sizes)
+    programs = []
+
+    def jit(function, jit=jax.jit):
+        def call(*arguments):
+            programs.append(io.BytesIO())
+            jit(function).lower(*arguments).compiler_ir().operation.write_bytecode(programs[-1])
+            return jit(function)(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.jax, "jit", jit)
+        found = memory.pulled_bytes(shape, CONFIG, precision)
+    config = dataclasses.replace(CONFIG, precision=precision, virtual_ranks=2)
+    host = dims(shape, config, "host")
+    scratch = [host.workspace_bytes(False, True, 0), host.workspace_bytes(True, True, ops.GATE_UP | ops.DOWN)]
+    assert found == [2 * (size + 2**32) for size in scratch]
+    assert [len(program.getvalue()) < 50_000 for program in programs] == [True]  # a weight alone has 393,216 bytes
+
+
+def test_the_calls_whose_bytes_are_counted_are_the_layer():
+    shape = dataclasses.replace(SMALL, dtype="bfloat16")
+    _, ids, arguments, d_y = problem.make_problem("host", shape, CONFIG)
+    y, d_x, *_ = memory.both_calls(memory._dims(shape, CONFIG, "host"), ids, arguments, d_y)
+    calls = problem.make_calls(problem.make_problem("host", shape, CONFIG))
+    np.testing.assert_array_equal([y, d_x], calls["forward+backward"]()[:2])
 
 
 @pytest.mark.parametrize("name", protocol.SHAPES)
@@ -397,7 +441,46 @@ def test_a_small_run(tmp_path, capsys):
     sizes = "--tokens=64 --hidden=32 --intermediate=48 --experts=8 --top-k=2 --repeats=1 --memory= --routing=skewed"
     bench_layer.main([*sizes.split(), "--contenders", "matmul,host", "--json", str(tmp_path / "a" / "report.json")])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("y and gradients agree with the reference within 2e-05: host")
+    assert re.fullmatch(r"y and gradients agree with the reference: host \d.\de-0\d \(at most 2e-05\)", lines[0])
     assert [line.split()[0] for line in lines[-2:]] == ["matmul", "host"]
     assert (tmp_path / "a" / "report.json").exists()
     assert jax.default_backend() == "cpu"
+
+
+def test_a_failure_to_count_bytes_loses_no_times(tmp_path, monkeypatch, capsys):
+    # There is no GPU here whose kernels could count.
+    contender = rivals.CONTENDERS["cuda_mxfp8"]._replace(make=functools.partial(rivals.package_mxfp8, "host"))
+    monkeypatch.setitem(rivals.CONTENDERS, "cuda_mxfp8", contender)
+    monkeypatch.setattr(bench_layer, "_why_not", lambda name, shape: None)
+    monkeypatch.setattr(protocol, "WARM_SECONDS", 0.01)
+    monkeypatch.setattr(protocol, "MOST_SECONDS", 0.02)
+    saved = []
+    pulled_bytes = bench_layer.pulled_bytes
+    file = tmp_path / "report.json"
+
+    def fails(*arguments):
+        saved.append(json.loads(file.read_text()))
+        return pulled_bytes(*arguments)
+
+    monkeypatch.setattr(bench_layer, "pulled_bytes", fails)
+    sizes = "--tokens=64 --hidden=32 --intermediate=48 --experts=8 --top-k=2 --repeats=1 --memory= --dtype=bfloat16"
+    with pytest.raises(SystemExit, match="the bytes of cuda_mxfp8 failed"):
+        bench_layer.main([*sizes.split(), "--contenders", "matmul,cuda_mxfp8", "--json", str(file)])
+    before, after = saved[0], json.loads(file.read_text())
+    reasons = [report["left_out"].pop("the bytes of cuda_mxfp8") for report in (before, after)]
+    assert reasons[0] == "its process ended before they were measured"
+    assert "RuntimeError: " in reasons[1]
+    assert before == after
+    assert [list(after[direction]) for direction in protocol.DIRECTIONS] == [["matmul", "cuda_mxfp8"]] * 2
+    assert after["mxfp8"] is None
+    assert re.search(r": cuda_mxfp8 \d\.\de[+-]\d\d \(at most 0\.1\)$", capsys.readouterr().out.splitlines()[0])
+
+
+def test_what_shares_a_reference_is_checked_together():
+    names = bench_layer.by_reference([name for name in bench_layer.ON_GPU.split(",") if name in rivals.CONTENDERS])
+    contenders = [rivals.CONTENDERS[name] for name in names]
+    assert names[0] == "cuda"
+    compiled = [contender.precision for contender in contenders]
+    asked = [(contender.routing, contender.precision) for contender in contenders]
+    assert len(list(itertools.groupby(compiled))) == 2
+    assert len(list(itertools.groupby(asked))) == 3
