@@ -19,6 +19,7 @@ import numpy as np
 import mok_jax
 
 SIZES = dict(tokens=150, hidden=136, intermediate=264, shared=72, experts=4, top_k=2)
+LONG = dict(tokens=40, hidden=3080, intermediate=64, experts=4, top_k=2)
 ODD = dict(tokens=37, hidden=23, intermediate=41, shared=57, experts=6, top_k=3)
 RUNS = [
     ("bf16", SIZES, {}),
@@ -31,6 +32,8 @@ RUNS = [
     ("bf16", SIZES, dict(precision="mxfp8")),
     ("bf16-f32", SIZES, dict(precision="mxfp8", virtual_ranks=2, minibatch=128, macrobatch=128)),
     ("bf16", ODD, dict(precision="mxfp8")),
+    ("bf16", LONG, dict(precision="mxfp8")),
+    ("bf16", LONG, dict(precision="mxfp8", portable=True, virtual_ranks=2)),
 ]
 
 if __name__ == "__main__":
