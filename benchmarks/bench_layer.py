@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
         "forward_flops": shape.forward_flops,
         "config": dataclasses.asdict(config),
         "agreement": {},
-        "left_out": options.left_out,
+        "left_out": dict(options.left_out),
         "memory": measure_growth(options.memory, shape, config),
         "peak": None,
         **{direction: {} for direction in DIRECTIONS},
