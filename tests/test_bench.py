@@ -172,6 +172,15 @@ def test_both_orders_average_the_medians():
     assert result == expected
 
 
+def test_a_failure_of_the_package_ends_with_its_name(monkeypatch):
+    part = dict(agreement={}, left_out=dict(cuda="RuntimeError: no"), **{name: {} for name in protocol.DIRECTIONS})
+    monkeypatch.setattr(bench_layer.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(bench_layer, "why_not", lambda implementation: None)
+    monkeypatch.setattr(bench_layer, "run_process", lambda *arguments: part)
+    with pytest.raises(SystemExit, match="cuda failed"):
+        bench_layer.main(["--contenders", "matmul,cuda"])
+
+
 # ---- rivals ----
 
 
