@@ -34,8 +34,9 @@ NCCL's over the communicator that XLA lends (jaxlib 0.11.2 or newer)."""
 class Table:
     """One mesh's peers.
 
-    id: the same on every process, never 0, and the same again after `finalize` and a like `initialize`, since
-    compiled programs hold it. key: of this table alone, in the store. bytes: of each arena.
+    id: the same on every process, never 0, and the same again after `finalize` and an `initialize` with the same
+    arguments but for the way, since compiled programs hold it. key: of this table alone, in the store. bytes: of each
+    arena.
     """
 
     id: int
@@ -86,7 +87,8 @@ def initialize(
       The table, which `moe` finds by the mesh; the one that is there already, for the same arguments.
 
     Raises:
-      TypeError, ValueError: a mesh without CUDA devices, sizes out of range, an unknown way.
+      TypeError, ValueError: a mesh without CUDA devices, sizes out of range, an unknown way, or another one than that
+        of the like table in force.
       RuntimeError: some process cannot reach a peer, or did not come; with the reason, on every process.
     """
     if not isinstance(mesh, Mesh) or mesh.empty:
@@ -212,10 +214,16 @@ def groups_of(mesh: Mesh, expert_axis: str) -> np.ndarray:
 
 def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, way: str | None, timeout: float):
     devices = tuple(device.id for device in mesh.devices.flat)
-    # Alike on every process of the mesh, whatever others have built besides.
-    number = zlib.crc32(repr((mesh.shape_tuple, expert_axis, devices, size, way)).encode()) or 1
+    # Alike on every process of the mesh, whatever others have built besides. Without the way: a compiled call holds
+    # this number, and it may be reached by another way after `finalize`.
+    number = zlib.crc32(repr((mesh.shape_tuple, expert_axis, devices, size)).encode()) or 1
     there = next((table for table in _tables if table.id == number), None)
     if there is not None:
+        if way not in (None, there.way):
+            raise ValueError(
+                f"distributed.initialize: way must be {there.way!r} or None while these arenas are there, got {way!r}; "
+                "call mok_jax.distributed.finalize first"
+            )
         return there
     key = f"mok_jax/{number}/{_built[number]}"
     _built[number] += 1

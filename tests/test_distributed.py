@@ -176,7 +176,7 @@ class Fresh(dict):
         return 0
 
 
-def processes(monkeypatch, shape, axes, count, shared=None, first=0):
+def processes(monkeypatch, shape, axes, count, shared=None, first=0, way=None):
     """Runs `_build` in `count` processes of equally many devices; their results or errors, and memories."""
     each = np.prod(shape) // count
     devices = [
@@ -195,7 +195,7 @@ def processes(monkeypatch, shape, axes, count, shared=None, first=0):
         me.process = first + process
         try:
             groups = distributed.groups_of(mesh, "expert")
-            return distributed._build(memories[process], mesh, groups, "expert", 4096, None, 5.0)
+            return distributed._build(memories[process], mesh, groups, "expert", 4096, way, 5.0)
         except RuntimeError as error:
             return str(error)
 
@@ -224,6 +224,18 @@ def test_one_process_uses_raw_pointers(monkeypatch):
     (table,), (memory,) = processes(monkeypatch, (4,), ("expert",), 1)
     assert table.way == "pointers" and not table.imported
     assert [value[3] for value in memory.tables.values()] == [[1000, 1100, 1200, 1300]] * 4
+
+
+def test_compiled_calls_outlive_a_change_of_the_way(monkeypatch):
+    ids = {processes(monkeypatch, (4,), ("expert",), 2, way=way)[0][0].id for way in ("ipc", "fabric", None)}
+    assert len(ids) == 1
+    # Which they could not while a table of another way is there.
+    tables, _ = processes(monkeypatch, (4,), ("expert",), 1, way="fabric")
+    distributed._tables += tables
+    for way in ("fabric", None):
+        assert processes(monkeypatch, (4,), ("expert",), 1, way=way)[0] == tables
+    with pytest.raises(ValueError, match="way must be 'fabric' or None while these arenas are there, got 'ipc'; call"):
+        processes(monkeypatch, (4,), ("expert",), 1, way="ipc")
 
 
 @pytest.mark.parametrize(

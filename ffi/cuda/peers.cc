@@ -74,7 +74,7 @@ const Group* FindGroup(int64_t table, int ordinal) {
 std::string Complaint(const Group* group, int64_t ranks, const Params& params) {
   if (group == nullptr) {
     return "mok_jax cuda: this device is in no table of peers; call mok_jax.distributed.initialize for this mesh in "
-           "this process, and after finalize again, with the same arguments or after jax.clear_caches()";
+           "this process, and after finalize again, with the same sizes or after jax.clear_caches()";
   }
   if (group->ranks != ranks) {
     return "mok_jax cuda: this call has " + std::to_string(ranks) + " ranks, its table of peers " +
