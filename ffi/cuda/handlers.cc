@@ -18,6 +18,7 @@
 #include "../op_names.h"
 #include "../planning.h"
 #include "arena.h"
+#include "current.h"
 #include "driver.h"
 #include "exchange.h"
 #include "kernels.h"
@@ -89,27 +90,7 @@ std::string DeviceAt(int ordinal, Device** device) {
   return error;
 }
 
-// Makes a device current on this thread for a while.
-class Current {
- public:
-  explicit Current(int ordinal) : error_(cudaGetDevice(&before_)) {
-    if (error_ != cudaSuccess || before_ == ordinal) return;
-    error_ = cudaSetDevice(ordinal);
-    changed_ = error_ == cudaSuccess;
-  }
-  ~Current() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
-
-  std::string error() const { return Text("choosing the device", error_); }
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-  cudaError_t error_;
-};
+std::string ErrorOf(const Current& current) { return Text("choosing the device", current.error()); }
 
 std::string Seconds(uint64_t nanoseconds) {
   std::ostringstream text;
@@ -171,7 +152,7 @@ ffi::Error Internal(const std::string& message) { return ffi::Error(ffi::ErrorCo
 // Runs before every execution, of a command buffer too, which does not come to Execute again.
 ffi::Error Initialize(int32_t ordinal) {
   const Current current(ordinal);
-  if (!current.error().empty()) return Internal(current.error());
+  if (current.error() != cudaSuccess) return Internal(ErrorOf(current));
   Device* device;
   const std::string error = DeviceAt(ordinal, &device);
   if (!error.empty()) return Internal(error);
@@ -198,7 +179,7 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
     return ffi::Error::InvalidArgument("mok_jax cuda: sizes that mok_jax/ops.py refuses; reinstall mok_jax");
   }
   const Current current(ordinal);
-  if (!current.error().empty()) return Internal(current.error());
+  if (current.error() != cudaSuccess) return Internal(ErrorOf(current));
   Device* device;
   std::string error = DeviceAt(ordinal, &device);
   if (!error.empty()) return Internal(error);
@@ -245,7 +226,7 @@ ffi::Error ExecuteSchedule(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer 
     return ffi::Error::InvalidArgument("mok_schedule: sizes that do not fit each other");
   }
   const Current current(ordinal);
-  if (!current.error().empty()) return Internal(current.error());
+  if (current.error() != cudaSuccess) return Internal(ErrorOf(current));
   const auto data = [](const ffi::AnyBuffer& buffer) { return static_cast<int32_t*>(buffer.untyped_data()); };
   IdTable table{};
   for (int64_t r = 0; r < d.ranks; ++r) table.at[r] = data(ids) + r * d.Routes();
@@ -285,7 +266,7 @@ ffi::Error ExecuteTraffic(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer p
     return ffi::Error::InvalidArgument("mok_traffic: sizes that do not fit each other");
   }
   const Current current(ordinal);
-  if (!current.error().empty()) return Internal(current.error());
+  if (current.error() != cudaSuccess) return Internal(ErrorOf(current));
   Device* device;
   const std::string failed = DeviceAt(ordinal, &device);
   if (!failed.empty()) return Internal(failed);
@@ -345,7 +326,8 @@ ffi::Error ExecuteWindow(int32_t ordinal, Lender lender, ffi::Result<ffi::AnyBuf
   const auto lent = lender.GetCommunicator(ffi::GroupMode::kFlattenedId, Rows(groups, ranks), kCommunication);
   if (lent.has_error()) return lent.error();
   const Current current(ordinal);
-  const std::string error = current.error().empty() ? MakeWindow(lent.value(), ordinal, bytes) : current.error();
+  const std::string error =
+      current.error() == cudaSuccess ? MakeWindow(lent.value(), ordinal, bytes) : ErrorOf(current);
   return error.empty() ? ffi::Error::Success() : Internal(error);
 }
 
@@ -448,7 +430,7 @@ PYBIND11_MODULE(_cuda, module) {
       [](int ordinal) {
         const Current current(ordinal);
         Device* device;
-        const std::string error = current.error().empty() ? DeviceAt(ordinal, &device) : current.error();
+        const std::string error = current.error() == cudaSuccess ? DeviceAt(ordinal, &device) : ErrorOf(current);
         if (!error.empty()) throw std::runtime_error(error);
       },
       py::arg("ordinal"));
