@@ -168,13 +168,19 @@ def find(mesh: Mesh | AbstractMesh, expert_axis: str | None, wanted: int) -> Tab
     """The table for calls over this mesh whose arenas hold `wanted` bytes, or None.
 
     Raises:
-      ValueError: there is one for the same devices in another order.
+      ValueError: there is one for the same devices in another order, or an abstract mesh may be any of several.
     """
     if mesh is None or mesh.empty:
         return None
     axis = expert_axis or DEFAULT_EXPERT_AXIS
-    for table in reversed(_tables):
-        if table.shape != mesh.shape_tuple or table.bytes < wanted or table.expert_axis != axis:
+    alike = [table for table in reversed(_tables) if table.shape == mesh.shape_tuple and table.expert_axis == axis]
+    if isinstance(mesh, AbstractMesh) and len({table.devices for table in alike}) > 1:
+        raise ValueError(
+            f"moe: the mesh must be concrete (mesh=) where several of its shape have arenas, those of devices "
+            f"{' and '.join(str(list(table.devices)) for table in reversed(alike))}; got an abstract one"
+        )
+    for table in alike:
+        if table.bytes < wanted:
             continue
         if isinstance(mesh, AbstractMesh):
             return table
@@ -267,27 +273,45 @@ class _Attempt:
     windows: dict[int, list[int]] = dataclasses.field(default_factory=dict)  # by device: of each rank of NCCL's
 
     def run(self, mesh: Mesh, number: int) -> str | None:
-        complaint, _ = self._step("open", self._open)
-        if complaint is None:
-            complaint, published = self._step("made", lambda: self._make(mesh))
-        if complaint is None:
-            everyone = {key: value for part in published for key, value in part.items()}
-            complaint, _ = self._step("reached", lambda: self._reach_all(number, everyone))
-        if complaint is not None:
-            self.module.remove_table(number)
-            for ordinal, address in self.imported:
-                self.module.arena_close(self.way, ordinal, address)
-            for ordinal, address in self.arenas:
-                self.module.arena_free(self.way, ordinal, address)
+        ended = False  # not where a process did not come
+        imported_from = False  # whether others may have opened what is made here
+        try:
+            complaint, _ = self._step("open", self._open)
+            if complaint is None:
+                complaint, published = self._step("made", lambda: self._make(mesh))
+            if complaint is None:
+                everyone = {key: value for part in published for key, value in part.items()}
+                imported_from = True
+                complaint, _ = self._step("reached", lambda: self._reach_all(number, everyone))
+            ended = True
+        finally:
+            if not ended or complaint is not None:
+                self._undo(number, imported_from)
         return complaint
+
+    def _undo(self, number: int, imported_from: bool) -> None:
+        self.module.remove_table(number)
+        for ordinal, address in self.imported:
+            self.module.arena_close(self.way, ordinal, address)
+        try:
+            if imported_from:
+                _meet(f"{self.key}/closed", self.processes, self.timeout)
+        except Exception as error:  # jaxlib raises several types
+            print(
+                f"mok_jax: arenas stay until the process ends, since peers may still use them: {error!r}",
+                file=sys.stderr,
+            )
+            return
+        for ordinal, address in self.arenas:
+            self.module.arena_free(self.way, ordinal, address)
 
     def _step(self, name: str, act) -> tuple[str | None, list[Any]]:
         """The first complaint of any process, and what `act` returned on each."""
         mine: tuple[str | None, Any]
         try:
             mine = None, act()
-        except RuntimeError as error:
-            mine = str(error), None
+        except Exception as error:  # of whatever kind: the other processes wait for what comes of this step
+            mine = str(error) if isinstance(error, RuntimeError) else repr(error), None
         known = _exchange(f"{self.key}/{name}", mine, self.processes, self.timeout)
         for process, (complaint, _) in sorted(known.items()):
             if complaint is not None:
@@ -436,9 +460,9 @@ def _exchange(key: str, value: Any, processes: tuple[int, ...], timeout: float) 
     return found
 
 
-def _meet(key: str, processes: tuple[int, ...]) -> None:
+def _meet(key: str, processes: tuple[int, ...], timeout: float = 120.0) -> None:
     if len(processes) > 1:
-        _client().wait_at_barrier(key, 120_000, list(processes))
+        _client().wait_at_barrier(key, int(timeout * 1000), list(processes))
 
 
 # ---- what a rank has to say while nobody calls ----
