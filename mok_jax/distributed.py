@@ -6,11 +6,13 @@ devices of the mesh, `moe` does it itself. A call then only names its table (ffi
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import pathlib
 import pickle
 import sys
 import threading
+import time
 import zlib
 from typing import Any
 
@@ -57,7 +59,7 @@ class Table:
 
 
 _tables: list[Table] = []
-_built: collections.Counter[int] = collections.Counter()  # by id: a key of the store is never used twice
+_built: collections.Counter[str] = collections.Counter()  # by key: one of the store is never used twice
 _lock = threading.Lock()
 
 
@@ -231,28 +233,27 @@ def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, 
                 "call mok_jax.distributed.finalize first"
             )
         return there
-    key = f"mok_jax/{number}/{_built[number]}"
-    _built[number] += 1
     processes = tuple(sorted({device.process_index for device in groups.flat}))
     refused: list[tuple[str, str]] = []
-    for candidate in (way,) if way else WAYS[1:] if len(processes) > 1 else WAYS[:1]:
-        attempt = _Attempt(module, candidate, groups, size, f"{key}/{candidate}", processes, timeout)
-        complaint = attempt.run(mesh, number)
-        if complaint is None:
-            return Table(
-                number,
-                key,
-                candidate,
-                mesh.shape_tuple,
-                expert_axis,
-                devices,
-                size,
-                processes,
-                tuple(attempt.arenas),
-                tuple(attempt.imported),
-                tuple(refused),
-            )
-        refused.append((candidate, complaint))
+    with _numbered(f"mok_jax/{number}", processes, timeout) as key:
+        for candidate in (way,) if way else WAYS[1:] if len(processes) > 1 else WAYS[:1]:
+            attempt = _Attempt(module, candidate, groups, size, f"{key}/{candidate}", processes, timeout)
+            complaint = attempt.run(mesh, number)
+            if complaint is None:
+                return Table(
+                    number,
+                    key,
+                    candidate,
+                    mesh.shape_tuple,
+                    expert_axis,
+                    devices,
+                    size,
+                    processes,
+                    tuple(attempt.arenas),
+                    tuple(attempt.imported),
+                    tuple(refused),
+                )
+            refused.append((candidate, complaint))
     reasons = "; ".join(f"{name}: {complaint}" for name, complaint in refused)
     raise RuntimeError(f'distributed.initialize: {reasons}; use implementation="xla" over these devices')
 
@@ -441,6 +442,43 @@ def _client():
     return client
 
 
+@contextlib.contextmanager
+def _numbered(key: str, processes: tuple[int, ...], timeout: float):
+    """The key of one build: with a number that the first process gives, since another one may have missed some."""
+    first, now = processes[0], f"{key}/now"
+    number = _built[key]
+    if jax.process_index() == first:
+        if len(processes) > 1:
+            _client().key_value_set(now, str(number))
+    else:
+        deadline = time.monotonic() + timeout
+        known = -1
+        while known < number:  # that of the last build may still be there
+            left = max(0, int(1000 * (deadline - time.monotonic())))
+            try:
+                known = int(_client().blocking_key_value_get(now, left))
+            except Exception as error:  # jaxlib raises several types
+                raise _missing(first, timeout) from error
+            if known < number:
+                time.sleep(0.02)
+                if time.monotonic() > deadline:
+                    raise _missing(first, timeout)
+        number = known
+    _built[key] = number + 1
+    try:
+        yield f"{key}/{number}"
+    finally:
+        if jax.process_index() == first and len(processes) > 1:
+            _client().key_value_delete(now)
+
+
+def _missing(process: int, timeout: float) -> RuntimeError:
+    return RuntimeError(
+        f"distributed.initialize: process {process} did not come within {timeout:g} s; "
+        "every process of the mesh must call it alike"
+    )
+
+
 def _exchange(key: str, value: Any, processes: tuple[int, ...], timeout: float) -> dict[int, Any]:
     """The value of each of these processes, by process."""
     me = jax.process_index()
@@ -453,10 +491,7 @@ def _exchange(key: str, value: Any, processes: tuple[int, ...], timeout: float) 
         try:
             found[process] = pickle.loads(client.blocking_key_value_get_bytes(f"{key}/{process}", milliseconds))
         except Exception as error:  # jaxlib raises several types
-            raise RuntimeError(
-                f"distributed.initialize: process {process} did not come within {timeout:g} s; "
-                "every process of the mesh must call it alike"
-            ) from error
+            raise _missing(process, timeout) from error
     return found
 
 

@@ -130,6 +130,15 @@ class Store:
             time.sleep(1e-3)
         raise RuntimeError("DEADLINE_EXCEEDED")
 
+    def key_value_set(self, key, value):
+        self.key_value_set_bytes(key, value)
+
+    def blocking_key_value_get(self, key, milliseconds):
+        return self.blocking_key_value_get_bytes(key, milliseconds)
+
+    def key_value_delete(self, key):
+        del self.values[key]
+
     def wait_at_barrier(self, key, milliseconds, processes):
         with self.lock:
             barrier = self.barriers.setdefault(key, threading.Barrier(len(processes)))
@@ -192,15 +201,24 @@ class Memory:
         self.tables = {key: value for key, value in self.tables.items() if key[0] != table}
 
 
-class Fresh(dict):
-    """What a process counts, in each thread: nothing built yet."""
+class Counts:
+    """What each process counts: nothing built yet."""
 
-    def __getitem__(self, number):
-        return 0
+    def __init__(self, me):
+        self.me, self.counts = me, {}
+
+    def __getitem__(self, key):
+        return self.counts.get((self.me.process, key), 0)
+
+    def __setitem__(self, key, number):
+        self.counts[self.me.process, key] = number
 
 
-def processes(monkeypatch, shape, axes, count, shared=None, first=0, way=None):
-    """Runs `_build` in `count` processes of equally many devices; their results or errors, and memories."""
+def processes(monkeypatch, shape, axes, count, shared=None, first=0, way=None, timeout=5.0, missed=(0, 0)):
+    """Runs `_build`, once and for each time that others miss, in `count` processes of equally many devices.
+
+    Returns their results or errors, and memories.
+    """
     each = np.prod(shape) // count
     devices = [
         types.SimpleNamespace(id=i, process_index=first + i // each, local_hardware_id=i % each)
@@ -211,19 +229,20 @@ def processes(monkeypatch, shape, axes, count, shared=None, first=0, way=None):
     store, me = Store(), threading.local()
     monkeypatch.setattr(distributed, "_client", lambda: store)
     monkeypatch.setattr(jax, "process_index", lambda: me.process)
-    monkeypatch.setattr(distributed, "_built", Fresh())
+    monkeypatch.setattr(distributed, "_built", Counts(me))
     shared = {} if shared is None else shared
     memories = [Memory(process, shared) for process in range(count)]
 
     def build(process):
         me.process = first + process
-        try:
-            groups = distributed.groups_of(mesh, "expert")
-            return distributed._build(
-                memories[process], mesh, groups, "expert", 4096, way, 1.0 if "leaves" in shared else 5.0
-            )
-        except (RuntimeError, KeyboardInterrupt) as error:
-            return str(error)
+        groups = distributed.groups_of(mesh, "expert")
+        time.sleep(1.6 * timeout * missed[process])
+        for _ in range(1 + max(missed) - missed[process]):
+            try:
+                result = distributed._build(memories[process], mesh, groups, "expert", 4096, way, timeout)
+            except (RuntimeError, KeyboardInterrupt) as error:
+                result = str(error)
+        return result
 
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         return list(pool.map(build, range(count))), memories
@@ -310,10 +329,18 @@ def test_an_error_of_any_kind_reaches_every_process(monkeypatch):
 
 
 def test_what_a_process_that_leaves_may_have_mapped_stays(monkeypatch, capfd):
-    errors, memories = processes(monkeypatch, (4,), ("expert",), 2, {"leaves": 1}, way="ipc")
+    errors, memories = processes(monkeypatch, (4,), ("expert",), 2, {"leaves": 1}, way="ipc", timeout=1.0)
     assert errors[0].startswith("distributed.initialize: process 1 did not come within 1 s")
     assert not memories[0].tables and len(memories[0].closed) == 4 and not memories[0].freed
     assert "mok_jax: arenas stay until the process ends" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_process_that_missed_a_build_takes_part_in_the_next(monkeypatch, late):
+    missed = (1, 0) if late == 0 else (0, 1)
+    tables, _ = processes(monkeypatch, (4,), ("expert",), 2, timeout=1.5, missed=missed)
+    assert [table.way for table in tables] == ["ipc"] * 2
+    assert tables[0].key == tables[1].key == f"mok_jax/{tables[0].id}/{late}"
 
 
 @pytest.fixture
