@@ -48,6 +48,7 @@ class MoKConfig:
         compiling or saving a checkpoint. None: 300.
       collective_stream: put calls of several GPUs on the stream of XLA's own collectives, in order with them, so that
         the two never run at once: no kernel of NCCL's shares the multiprocessors, and none hides behind the layer.
+        Of all layers of a program alike: calls on two streams may use the arenas at once, which ends in an error.
       random_order: None, or a seed in [0, 2**31): a test mode of "host" that runs its tasks in
         random order, driven by the readiness counters alone, over a ring filled with NaN. "cuda"
         fills what it leaves to be written with NaN, and several GPUs pause between their phases.

@@ -6,11 +6,13 @@ devices of the mesh, `moe` does it itself. A call then only names its table (ffi
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import pathlib
 import pickle
 import sys
 import threading
+import time
 import zlib
 from typing import Any
 
@@ -34,8 +36,9 @@ NCCL's over the communicator that XLA lends (jaxlib 0.11.2 or newer)."""
 class Table:
     """One mesh's peers.
 
-    id: the same on every process, never 0, and the same again after `finalize` and a like `initialize`, since
-    compiled programs hold it. key: of this table alone, in the store. bytes: of each arena.
+    id: the same on every process, never 0, and the same again after `finalize` and an `initialize` with the same
+    arguments but for the way, since compiled programs hold it. key: of this table alone, in the store. bytes: of each
+    arena.
     """
 
     id: int
@@ -56,7 +59,7 @@ class Table:
 
 
 _tables: list[Table] = []
-_built: collections.Counter[int] = collections.Counter()  # by id: a key of the store is never used twice
+_built: collections.Counter[str] = collections.Counter()  # by key: one of the store is never used twice
 _lock = threading.Lock()
 
 
@@ -86,7 +89,8 @@ def initialize(
       The table, which `moe` finds by the mesh; the one that is there already, for the same arguments.
 
     Raises:
-      TypeError, ValueError: a mesh without CUDA devices, sizes out of range, an unknown way.
+      TypeError, ValueError: a mesh without CUDA devices, sizes out of range, an unknown way, or another one than that
+        of the like table in force.
       RuntimeError: some process cannot reach a peer, or did not come; with the reason, on every process.
     """
     if not isinstance(mesh, Mesh) or mesh.empty:
@@ -166,13 +170,19 @@ def find(mesh: Mesh | AbstractMesh, expert_axis: str | None, wanted: int) -> Tab
     """The table for calls over this mesh whose arenas hold `wanted` bytes, or None.
 
     Raises:
-      ValueError: there is one for the same devices in another order.
+      ValueError: there is one for the same devices in another order, or an abstract mesh may be any of several.
     """
     if mesh is None or mesh.empty:
         return None
     axis = expert_axis or DEFAULT_EXPERT_AXIS
-    for table in reversed(_tables):
-        if table.shape != mesh.shape_tuple or table.bytes < wanted or table.expert_axis != axis:
+    alike = [table for table in reversed(_tables) if table.shape == mesh.shape_tuple and table.expert_axis == axis]
+    if isinstance(mesh, AbstractMesh) and len({table.devices for table in alike}) > 1:
+        raise ValueError(
+            f"moe: the mesh must be concrete (mesh=) where several of its shape have arenas, those of devices "
+            f"{' and '.join(str(list(table.devices)) for table in reversed(alike))}; got an abstract one"
+        )
+    for table in alike:
+        if table.bytes < wanted:
             continue
         if isinstance(mesh, AbstractMesh):
             return table
@@ -212,33 +222,38 @@ def groups_of(mesh: Mesh, expert_axis: str) -> np.ndarray:
 
 def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, way: str | None, timeout: float):
     devices = tuple(device.id for device in mesh.devices.flat)
-    # Alike on every process of the mesh, whatever others have built besides.
-    number = zlib.crc32(repr((mesh.shape_tuple, expert_axis, devices, size, way)).encode()) or 1
+    # Alike on every process of the mesh, whatever others have built besides. Without the way: a compiled call holds
+    # this number, and it may be reached by another way after `finalize`.
+    number = zlib.crc32(repr((mesh.shape_tuple, expert_axis, devices, size)).encode()) or 1
     there = next((table for table in _tables if table.id == number), None)
     if there is not None:
+        if way not in (None, there.way):
+            raise ValueError(
+                f"distributed.initialize: way must be {there.way!r} or None while these arenas are there, got {way!r}; "
+                "call mok_jax.distributed.finalize first"
+            )
         return there
-    key = f"mok_jax/{number}/{_built[number]}"
-    _built[number] += 1
     processes = tuple(sorted({device.process_index for device in groups.flat}))
     refused: list[tuple[str, str]] = []
-    for candidate in (way,) if way else WAYS[1:] if len(processes) > 1 else WAYS[:1]:
-        attempt = _Attempt(module, candidate, groups, size, f"{key}/{candidate}", processes, timeout)
-        complaint = attempt.run(mesh, number)
-        if complaint is None:
-            return Table(
-                number,
-                key,
-                candidate,
-                mesh.shape_tuple,
-                expert_axis,
-                devices,
-                size,
-                processes,
-                tuple(attempt.arenas),
-                tuple(attempt.imported),
-                tuple(refused),
-            )
-        refused.append((candidate, complaint))
+    with _numbered(f"mok_jax/{number}", processes, timeout) as key:
+        for candidate in (way,) if way else WAYS[1:] if len(processes) > 1 else WAYS[:1]:
+            attempt = _Attempt(module, candidate, groups, size, f"{key}/{candidate}", processes, timeout)
+            complaint = attempt.run(mesh, number)
+            if complaint is None:
+                return Table(
+                    number,
+                    key,
+                    candidate,
+                    mesh.shape_tuple,
+                    expert_axis,
+                    devices,
+                    size,
+                    processes,
+                    tuple(attempt.arenas),
+                    tuple(attempt.imported),
+                    tuple(refused),
+                )
+            refused.append((candidate, complaint))
     reasons = "; ".join(f"{name}: {complaint}" for name, complaint in refused)
     raise RuntimeError(f'distributed.initialize: {reasons}; use implementation="xla" over these devices')
 
@@ -259,27 +274,45 @@ class _Attempt:
     windows: dict[int, list[int]] = dataclasses.field(default_factory=dict)  # by device: of each rank of NCCL's
 
     def run(self, mesh: Mesh, number: int) -> str | None:
-        complaint, _ = self._step("open", self._open)
-        if complaint is None:
-            complaint, published = self._step("made", lambda: self._make(mesh))
-        if complaint is None:
-            everyone = {key: value for part in published for key, value in part.items()}
-            complaint, _ = self._step("reached", lambda: self._reach_all(number, everyone))
-        if complaint is not None:
-            self.module.remove_table(number)
-            for ordinal, address in self.imported:
-                self.module.arena_close(self.way, ordinal, address)
-            for ordinal, address in self.arenas:
-                self.module.arena_free(self.way, ordinal, address)
+        ended = False  # not where a process did not come
+        imported_from = False  # whether others may have opened what is made here
+        try:
+            complaint, _ = self._step("open", self._open)
+            if complaint is None:
+                complaint, published = self._step("made", lambda: self._make(mesh))
+            if complaint is None:
+                everyone = {key: value for part in published for key, value in part.items()}
+                imported_from = True
+                complaint, _ = self._step("reached", lambda: self._reach_all(number, everyone))
+            ended = True
+        finally:
+            if not ended or complaint is not None:
+                self._undo(number, imported_from)
         return complaint
+
+    def _undo(self, number: int, imported_from: bool) -> None:
+        self.module.remove_table(number)
+        for ordinal, address in self.imported:
+            self.module.arena_close(self.way, ordinal, address)
+        try:
+            if imported_from:
+                _meet(f"{self.key}/closed", self.processes, self.timeout)
+        except Exception as error:  # jaxlib raises several types
+            print(
+                f"mok_jax: arenas stay until the process ends, since peers may still use them: {error!r}",
+                file=sys.stderr,
+            )
+            return
+        for ordinal, address in self.arenas:
+            self.module.arena_free(self.way, ordinal, address)
 
     def _step(self, name: str, act) -> tuple[str | None, list[Any]]:
         """The first complaint of any process, and what `act` returned on each."""
         mine: tuple[str | None, Any]
         try:
             mine = None, act()
-        except RuntimeError as error:
-            mine = str(error), None
+        except Exception as error:  # of whatever kind: the other processes wait for what comes of this step
+            mine = str(error) if isinstance(error, RuntimeError) else repr(error), None
         known = _exchange(f"{self.key}/{name}", mine, self.processes, self.timeout)
         for process, (complaint, _) in sorted(known.items()):
             if complaint is not None:
@@ -409,6 +442,43 @@ def _client():
     return client
 
 
+@contextlib.contextmanager
+def _numbered(key: str, processes: tuple[int, ...], timeout: float):
+    """The key of one build: with a number that the first process gives, since another one may have missed some."""
+    first, now = processes[0], f"{key}/now"
+    number = _built[key]
+    if jax.process_index() == first:
+        if len(processes) > 1:
+            _client().key_value_set(now, str(number))
+    else:
+        deadline = time.monotonic() + timeout
+        known = -1
+        while known < number:  # that of the last build may still be there
+            left = max(0, int(1000 * (deadline - time.monotonic())))
+            try:
+                known = int(_client().blocking_key_value_get(now, left))
+            except Exception as error:  # jaxlib raises several types
+                raise _missing(first, timeout) from error
+            if known < number:
+                time.sleep(0.02)
+                if time.monotonic() > deadline:
+                    raise _missing(first, timeout)
+        number = known
+    _built[key] = number + 1
+    try:
+        yield f"{key}/{number}"
+    finally:
+        if jax.process_index() == first and len(processes) > 1:
+            _client().key_value_delete(now)
+
+
+def _missing(process: int, timeout: float) -> RuntimeError:
+    return RuntimeError(
+        f"distributed.initialize: process {process} did not come within {timeout:g} s; "
+        "every process of the mesh must call it alike"
+    )
+
+
 def _exchange(key: str, value: Any, processes: tuple[int, ...], timeout: float) -> dict[int, Any]:
     """The value of each of these processes, by process."""
     me = jax.process_index()
@@ -421,16 +491,13 @@ def _exchange(key: str, value: Any, processes: tuple[int, ...], timeout: float) 
         try:
             found[process] = pickle.loads(client.blocking_key_value_get_bytes(f"{key}/{process}", milliseconds))
         except Exception as error:  # jaxlib raises several types
-            raise RuntimeError(
-                f"distributed.initialize: process {process} did not come within {timeout:g} s; "
-                "every process of the mesh must call it alike"
-            ) from error
+            raise _missing(process, timeout) from error
     return found
 
 
-def _meet(key: str, processes: tuple[int, ...]) -> None:
+def _meet(key: str, processes: tuple[int, ...], timeout: float = 120.0) -> None:
     if len(processes) > 1:
-        _client().wait_at_barrier(key, 120_000, list(processes))
+        _client().wait_at_barrier(key, int(timeout * 1000), list(processes))
 
 
 # ---- what a rank has to say while nobody calls ----

@@ -377,10 +377,13 @@ def _table(placement: Placement, dims: ops.Dims, config: MoKConfig) -> int:
     if found is not None or placement.ranks == 1:
         return 0 if found is None else found.id
     if not isinstance(placement.mesh, Mesh) or jax.process_count() > 1:
+        axis = placement.expert_axis
         raise ValueError(
             f'moe: implementation "cuda" needs arenas of {wanted} bytes for the {placement.ranks} ranks of this mesh; '
             f"call mok_jax.distributed.initialize(mesh, tokens={dims.tokens}, hidden={dims.hidden}, "
-            f"top_k={dims.top_k}) on every process first"
+            f"top_k={dims.top_k}, dtype={dims.dtype.name!r}"
+            + f", expert_axis={axis!r}" * (axis != DEFAULT_EXPERT_AXIS)
+            + ") on every process first"
         )
     return distributed.initialize(
         placement.mesh,

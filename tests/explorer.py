@@ -34,7 +34,7 @@ class Step:
     reads: tuple[Version, ...] = ()
     writes: tuple[Version, ...] = ()
     epoch: int = 0  # of a barrier
-    signature: int | None = None
+    signature: tuple[int, int] | None = None
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -83,7 +83,7 @@ class System:
                 writers[cell, version] = writers.get((cell, version), 0) | 1 << i
             for read in step.reads:
                 readers[read] = readers.get(read, 0) | 1 << i
-        self.writers = [[writers[read] for read in step.reads] for step in self.steps]
+        self.writers = [[writers.get(read, 0) for read in step.reads] for step in self.steps]
         for i, step in enumerate(self.steps):
             for cell, version in step.writes:
                 for other, number in numbers[cell].items():

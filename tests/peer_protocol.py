@@ -58,16 +58,18 @@ class Protocol:
     waits_for_epilogue: bool = True  # a call begins after the epilogue of the one before
     released: tuple[str, ...] = ("staged", "pushed")  # what is visible before the next flag is
     swaps_calls: int | None = None  # this rank makes its calls last to first
+    refuses: int | None = None  # this rank leaves its first call out
+    counts_refusals: bool = True  # in the signature
     after_error: str = "nothing"  # a rank that gave up "stages" its next call, or "flags" its next barrier
     edit_task: Callable[[dict], None] = lambda task: None
 
     def calls(self, rank: int) -> list[int]:
-        calls = list(range(len(self.passes)))
+        calls = list(range(int(rank == self.refuses), len(self.passes)))
         return calls[::-1] if rank == self.swaps_calls else calls
 
     @property
     def may_fail(self) -> bool:
-        return self.timeout != "never" or self.dies is not None or self.swaps_calls is not None
+        return self.timeout != "never" or {self.dies, self.swaps_calls, self.refuses} != {None}
 
 
 @functools.cache
@@ -133,7 +135,8 @@ class Program(System):
         if barrier not in p.barriers or p.ranks == 1:
             return after
         epoch = p.epoch(position * len(p.barriers) + p.barriers.index(barrier))
-        signature = None if p.same_signature else call
+        refused = int(p.counts_refusals and rank == p.refuses)
+        signature = (0 if p.same_signature else call, refused)
         what = dict(epoch=epoch, signature=signature)
         told = after | self._tell(rank, after, epoch=epoch, signature=signature)
         passed = self.add(f"passing of barrier {barrier} of call {call}", rank, "pass", told, **what)
@@ -148,7 +151,7 @@ class Program(System):
                 self._tell(rank, failed, epoch=epoch + 1, signature=signature)
         return passed
 
-    def _tell(self, rank: int, after: int, *, epoch: int, signature: int | None) -> int:
+    def _tell(self, rank: int, after: int, *, epoch: int, signature: tuple[int, int]) -> int:
         told = 0
         for peer in self._peers(rank):
             flag = self.add(f"flag {epoch} for rank {peer}", rank, "flag", after, epoch=epoch, signature=signature)

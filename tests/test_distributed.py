@@ -74,6 +74,14 @@ def test_the_latest_table_that_is_large_enough_is_found():
         assert distributed.find(where, "expert", 2500) is None
         assert distributed.find(where, "data", 400) is None
         assert distributed.why_not(where, 4) is None
+    # Of several, an abstract mesh does not say which.
+    other = table_of(mesh, id=11, devices=(8, 9, 10, 11, 12, 13, 14, 15))
+    distributed._tables.append(other)
+    assert distributed.find(mesh, "expert", 400).id == 9
+    text = r"mesh must be concrete .* devices \[0, 1, .*\] and \[8, 9, .*\]; got an abstract one"
+    with pytest.raises(ValueError, match=text):
+        distributed.find(mesh.abstract_mesh, "expert", 400)
+    distributed._tables.remove(other)
     assert distributed.find(mesh_of("e2_d4"), "expert", 400) is None
     assert "no peer buffers" in distributed.why_not(mesh_of("e2_d4").abstract_mesh, 2)
 
@@ -109,7 +117,7 @@ class Store:
     """What jax.distributed's client does with keys; a key is set once."""
 
     def __init__(self):
-        self.values = {}
+        self.values, self.barriers, self.lock = {}, {}, threading.Lock()
 
     def key_value_set_bytes(self, key, value):
         assert key not in self.values, key
@@ -121,6 +129,20 @@ class Store:
                 return self.values[key]
             time.sleep(1e-3)
         raise RuntimeError("DEADLINE_EXCEEDED")
+
+    def key_value_set(self, key, value):
+        self.key_value_set_bytes(key, value)
+
+    def blocking_key_value_get(self, key, milliseconds):
+        return self.blocking_key_value_get_bytes(key, milliseconds)
+
+    def key_value_delete(self, key):
+        del self.values[key]
+
+    def wait_at_barrier(self, key, milliseconds, processes):
+        with self.lock:
+            barrier = self.barriers.setdefault(key, threading.Barrier(len(processes)))
+        barrier.wait(milliseconds / 1000)
 
 
 class Memory:
@@ -147,37 +169,56 @@ class Memory:
         return next(self.addresses)
 
     def arena_export(self, way, ordinal, address):
+        if self.shared.get("odd") == self.process:
+            raise IndexError("map::at")
         return f"{way} {address}".encode()
 
     def arena_import(self, way, ordinal, handle, size):
-        if self.shared.get("sealed") == way:
+        if self.shared.get("sealed") == way and self.shared.get("sealed_to", self.process) == self.process:
             raise RuntimeError("importing an arena: not permitted")
+        if self.shared.get("leaves") == self.process:
+            raise KeyboardInterrupt
+        self.shared.setdefault("mapped", []).append((self.process, int(handle.split()[1])))
         name, address = handle.decode().split()
         assert (name, size) == (way, 4096)
         return 10**6 + int(address)
 
     def arena_free(self, way, ordinal, address):
+        assert not any(address == mapped for _, mapped in self.shared.get("mapped", ()))
         self.freed.append(address)
 
     def arena_close(self, way, ordinal, address):
+        time.sleep(0.05 * self.process)  # others would be ahead of this one if they did not wait
+        self.shared["mapped"].remove((self.process, address - 10**6))
         self.closed.append(address)
 
     def set_table(self, table, ordinal, group, rank, size, arenas):
         self.tables[table, ordinal] = (group, rank, size, arenas)
 
     def remove_table(self, table):
+        if self.shared.get("leaves") == self.process:
+            raise KeyboardInterrupt
         self.tables = {key: value for key, value in self.tables.items() if key[0] != table}
 
 
-class Fresh(dict):
-    """What a process counts, in each thread: nothing built yet."""
+class Counts:
+    """What each process counts: nothing built yet."""
 
-    def __getitem__(self, number):
-        return 0
+    def __init__(self, me):
+        self.me, self.counts = me, {}
+
+    def __getitem__(self, key):
+        return self.counts.get((self.me.process, key), 0)
+
+    def __setitem__(self, key, number):
+        self.counts[self.me.process, key] = number
 
 
-def processes(monkeypatch, shape, axes, count, shared=None, first=0):
-    """Runs `_build` in `count` processes of equally many devices; their results or errors, and memories."""
+def processes(monkeypatch, shape, axes, count, shared=None, first=0, way=None, timeout=5.0, missed=(0, 0)):
+    """Runs `_build`, once and for each time that others miss, in `count` processes of equally many devices.
+
+    Returns their results or errors, and memories.
+    """
     each = np.prod(shape) // count
     devices = [
         types.SimpleNamespace(id=i, process_index=first + i // each, local_hardware_id=i % each)
@@ -188,16 +229,20 @@ def processes(monkeypatch, shape, axes, count, shared=None, first=0):
     store, me = Store(), threading.local()
     monkeypatch.setattr(distributed, "_client", lambda: store)
     monkeypatch.setattr(jax, "process_index", lambda: me.process)
-    monkeypatch.setattr(distributed, "_built", Fresh())
-    memories = [Memory(process, shared or {}) for process in range(count)]
+    monkeypatch.setattr(distributed, "_built", Counts(me))
+    shared = {} if shared is None else shared
+    memories = [Memory(process, shared) for process in range(count)]
 
     def build(process):
         me.process = first + process
-        try:
-            groups = distributed.groups_of(mesh, "expert")
-            return distributed._build(memories[process], mesh, groups, "expert", 4096, None, 5.0)
-        except RuntimeError as error:
-            return str(error)
+        groups = distributed.groups_of(mesh, "expert")
+        time.sleep(1.6 * timeout * missed[process])
+        for _ in range(1 + max(missed) - missed[process]):
+            try:
+                result = distributed._build(memories[process], mesh, groups, "expert", 4096, way, timeout)
+            except (RuntimeError, KeyboardInterrupt) as error:
+                result = str(error)
+        return result
 
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         return list(pool.map(build, range(count))), memories
@@ -224,6 +269,18 @@ def test_one_process_uses_raw_pointers(monkeypatch):
     (table,), (memory,) = processes(monkeypatch, (4,), ("expert",), 1)
     assert table.way == "pointers" and not table.imported
     assert [value[3] for value in memory.tables.values()] == [[1000, 1100, 1200, 1300]] * 4
+
+
+def test_compiled_calls_outlive_a_change_of_the_way(monkeypatch):
+    ids = {processes(monkeypatch, (4,), ("expert",), 2, way=way)[0][0].id for way in ("ipc", "fabric", None)}
+    assert len(ids) == 1
+    # Which they could not while a table of another way is there.
+    tables, _ = processes(monkeypatch, (4,), ("expert",), 1, way="fabric")
+    distributed._tables += tables
+    for way in ("fabric", None):
+        assert processes(monkeypatch, (4,), ("expert",), 1, way=way)[0] == tables
+    with pytest.raises(ValueError, match="way must be 'fabric' or None while these arenas are there, got 'ipc'; call"):
+        processes(monkeypatch, (4,), ("expert",), 1, way="ipc")
 
 
 @pytest.mark.parametrize(
@@ -255,6 +312,85 @@ def test_the_next_way_is_tried_and_why_it_was(monkeypatch):
         made = [address for _, address in table.arenas]
         assert len(made) == 2 and not {*made} & {*memory.freed} and len(memory.freed) == 2
         assert len(memory.tables) == 2
+
+
+def test_what_others_have_mapped_is_freed_when_they_have_closed_it(monkeypatch):
+    shared = {"sealed": "ipc", "sealed_to": 0}  # process 1 maps two arenas on two devices, then all give up
+    tables, memories = processes(monkeypatch, (4,), ("expert",), 2, shared)
+    assert [table.way for table in tables] == ["fabric"] * 2
+    assert [len(memory.freed) for memory in memories] == [2, 2] and len(memories[1].closed) == 4
+
+
+def test_an_error_of_any_kind_reaches_every_process(monkeypatch):
+    errors, memories = processes(monkeypatch, (4,), ("expert",), 2, {"odd": 1}, way="ipc")
+    text = "distributed.initialize: ipc: process 1: IndexError('map::at'); use implementation="
+    assert all(error.startswith(text) for error in errors) and len(errors) == 2
+    assert [len(memory.freed) for memory in memories] == [2, 1]
+
+
+def test_what_a_process_that_leaves_may_have_mapped_stays(monkeypatch, capfd):
+    errors, memories = processes(monkeypatch, (4,), ("expert",), 2, {"leaves": 1}, way="ipc", timeout=1.0)
+    assert errors[0].startswith("distributed.initialize: process 1 did not come within 1 s")
+    assert not memories[0].tables and len(memories[0].closed) == 4 and not memories[0].freed
+    assert "mok_jax: arenas stay until the process ends" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_process_that_missed_a_build_takes_part_in_the_next(monkeypatch, late):
+    missed = (1, 0) if late == 0 else (0, 1)
+    tables, _ = processes(monkeypatch, (4,), ("expert",), 2, timeout=1.5, missed=missed)
+    assert [table.way for table in tables] == ["ipc"] * 2
+    assert tables[0].key == tables[1].key == f"mok_jax/{tables[0].id}/{late}"
+
+
+@pytest.fixture
+def seats(module):
+    """Two groups of three devices of this process."""
+    for ordinal in range(900, 906):
+        group, rank = divmod(ordinal - 900, 3)
+        module.set_table(77, ordinal, group, rank, 0, [4096] * 3)
+    yield module
+    module.remove_table(77)
+
+
+def test_devices_of_a_process_gather_before_each_call(seats):
+    entered, left = [], []
+
+    def device(ordinal):
+        for call in range(20):
+            time.sleep(0.001 * (ordinal - 900))
+            entered.append(call)
+            assert seats.gather(77, ordinal, 30.0) == ""
+            left.append((call, entered.count(call)))
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(device, range(900, 903)))
+    assert sorted(left) == sorted((call, 3) for call in range(20) for _ in range(3))
+    # The other group waits for nobody of this one; who is late the barrier tells.
+    start = time.monotonic()
+    assert seats.gather(77, 903, 0.3) == "" and 0.3 <= time.monotonic() - start < 5
+    assert seats.gather(78, 903, 30.0) == ""  # no such table
+
+
+def test_where_one_device_refuses_a_call_the_others_of_its_process_do_too(seats):
+    def device(ordinal):
+        if ordinal == 901:
+            time.sleep(0.1)
+            seats.count_refusal(77, ordinal)
+            return "refused"
+        error = seats.gather(77, ordinal, 30.0)
+        seats.count_refusal(77, ordinal)
+        return error
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        errors = list(pool.map(device, range(900, 903)))
+        for error in errors[::2]:
+            assert re.match(r"mok_jax cuda: device 90[012] of this process has refused this call", error)
+        assert [seats.refused(77, ordinal) for ordinal in range(900, 904)] == [1, 1, 1, 0]
+        # And the next call is one call of all again.
+        assert list(pool.map(lambda ordinal: seats.gather(77, ordinal, 30.0), range(900, 903))) == [""] * 3
+    seats.set_table(77, 900, 0, 0, 0, [4096] * 3)
+    assert seats.refused(77, 900) == 0
 
 
 def test_the_formula_of_an_arena(module):

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 import mok_jax
-from mok_jax import MoKConfig, ops
+from mok_jax import MoKConfig, distributed, ops
 
 SIZES = dict(tokens=8, hidden=6, intermediate=10, experts=4, top_k=2, shared=14)
 CASE = make_case("f32", **SIZES)
@@ -302,6 +302,24 @@ def test_cuda_over_several_gpus(gpu):
     assert mok_jax.choose_implementation(None, mesh(2, 4), 4) == "xla"
     gpu.reach = ""
     assert mok_jax.choose_implementation(None, mesh(2, 4), 4) == "cuda"
+
+
+@pytest.mark.parametrize(("dtype", "axis", "more"), [("f32", "expert", ""), ("bf16", "e", ", expert_axis='e'")])
+def test_cuda_with_arenas_that_are_too_small(gpu, monkeypatch, dtype, axis, more):
+    case = make_case(dtype, **SIZES | dict(tokens=64, experts=8))
+    over = jax.make_mesh((4,), (axis,))
+    small = distributed.Table(5, "key", "ipc", over.shape_tuple, axis, (0, 1, 2, 3), 1000)
+    monkeypatch.setattr(distributed, "_tables", [small])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    hidden, top_k = case.x.shape[1], case.expert_ids.shape[1]
+    ops.cuda().arena_bytes = lambda plan, element_bytes: 10000 * element_bytes
+    wanted = 10000 * case.x.dtype.itemsize
+    text = (
+        f'moe: implementation "cuda" needs arenas of {wanted} bytes for the 4 ranks of this mesh; call '
+        f"mok_jax.distributed.initialize(mesh, tokens=16, hidden={hidden}, top_k={top_k}, "
+        f"dtype={case.x.dtype.name!r}{more}) on every process first"
+    )
+    refuse_cuda(ValueError, text, case, mesh=over, expert_axis=axis)
 
 
 def test_cuda_over_several_gpus_of_an_abstract_mesh(gpu):

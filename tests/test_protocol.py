@@ -24,6 +24,10 @@ its epoch; or one, and the barrier takes a later epoch too: that peer has passed
 signatures itself. One flag and an exact epoch hang. The signature cannot stand in for the epoch: all calls of one
 layer in a loop have the same.
 
+A rank whose host refuses a call that the others make is a call behind, and so are its epochs: like calls would pair,
+one too early. So the signature has the number of calls that the rank has refused. What never comes to the host's check
+is not noticed: two layers of equal sizes swapped, or a call that one rank's program leaves out.
+
 No deadlock. The barrier is the only wait for a peer. Its flags are written before it waits, and whatever stands
 before it ends by this rank alone.
 
@@ -99,6 +103,7 @@ FAULTS = [
     case("flag before what is staged", TOO_EARLY, released=("pushed",)),
     case("flag before what is pushed", TOO_EARLY, released=("staged",)),
     case("calls swapped, not in the signature", TOO_EARLY, OVERWRITTEN, swaps_calls=2),
+    case("a call refused, not in the signature", TOO_EARLY, DEADLOCK, refuses=2, counts_refusals=False),
     case("stages again after a time-out", OVERWRITTEN, timeout="early", after_error="stages"),
     case("writes a flag after a time-out", TOO_EARLY, timeout="early", after_error="flags"),
 ]
@@ -140,6 +145,12 @@ def test_a_rank_that_calls_in_another_order_is_an_error_on_every_rank_without_a_
     assert found.outcomes == {("error",) * 3}
 
 
+def test_a_rank_that_refuses_a_call_alone_is_an_error_on_every_rank_without_a_time_out():
+    found = explore(Program(Protocol(refuses=2, blocks=2)))
+    assert found.violations == {}
+    assert found.outcomes == {("error",) * 3}
+
+
 def test_when_a_rank_dies_the_others_end():
     found = explore(Program(Protocol(dies=2, timeout="last", blocks=2)))
     assert found.violations == {}
@@ -173,7 +184,7 @@ def _small():
     """Small enough to follow every enabled step."""
     for given in DESIGNS + FAULTS:
         changes = given.values[0] | dict(blocks=1, ranks=2)
-        yield pytest.param(changes | ({"swaps_calls": 1} if "swaps_calls" in changes else {}), id=given.id)
+        yield pytest.param(changes | {name: 1 for name in ("swaps_calls", "refuses") if name in changes}, id=given.id)
     for given in RING_FAULTS:
         yield pytest.param(given.values[0] | dict(ranks=1), id=given.id)
     yield pytest.param(dict(blocks=1, ranks=2, swaps_calls=1, same_signature=False), id="calls swapped")

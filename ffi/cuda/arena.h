@@ -11,25 +11,33 @@
 #define MOK_CUDA_ARENA_H_
 
 #include <cstdint>
+#include <cstring>
 
 #include "../params.h"
 #include "../tasks.h"
 #include "megakernel.h"
+#include "status.h"
 
 namespace mok::cuda {
 
-// What the ranks of a call must agree on.
+// What the ranks of a call must agree on. Not how many calls each has made: that is what the barrier's epoch says.
 struct Signature {
-  static constexpr int kWords = 12;
-  int32_t words[kWords];  // direction, dtype (3: MXFP8), context, then sizes in the order of SignatureOf
+  static constexpr int kWords = kSignatureWords;
+  // Direction, dtype (3: MXFP8), context, then sizes in the order of SignatureOf; the bits of swiglu_limit, a float;
+  // and how many calls this rank's host has refused. One that refuses a call which others make is a call behind from
+  // then on, and would go on with like calls.
+  int32_t words[kWords];
 };
 
-inline Signature SignatureOf(const Params& p) {
+inline Signature SignatureOf(const Params& p, int32_t refused) {
   const Dims& d = p.dims;
   const auto word = [](auto value) { return static_cast<int32_t>(value); };
+  const auto limit = static_cast<float>(p.swiglu_limit);
+  int32_t limit_bits;
+  std::memcpy(&limit_bits, &limit, sizeof(limit_bits));
   return {{word(p.pass.direction), word(p.pass.mxfp8 ? 3 : word(p.type)), word(p.pass.context), word(d.tokens),
            word(d.hidden), word(d.intermediate), word(d.shared_intermediate), word(d.local_experts), word(d.ranks),
-           word(d.top_k), word(d.minibatch), word(d.macrobatch)}};
+           word(d.top_k), word(d.minibatch), word(d.macrobatch), limit_bits, refused}};
 }
 
 // A rank's arrival at a barrier, written by that rank into the arena of another one.

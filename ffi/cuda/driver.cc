@@ -64,6 +64,19 @@ const char* Quantize(const Params& p, cudaStream_t stream) {
   return LaunchQuantize(p.d_y, d.tokens, d.hidden, p.ring.staged_d_y, nullptr, aborted, stream);
 }
 
+// What is left of a call that could not be put on the stream, so that its peers learn of it and the arena is free for
+// the next one. `passed`: of Enqueue. What fails here too has no remedy: the peers' time limit ends their wait.
+void GiveUp(const Meeting& meeting, int passed, cudaStream_t stream) {
+  if (passed == 0) {  // the control words may not be zero yet
+    Fill(meeting.call_control, 0, kControlWords * sizeof(int32_t), stream);
+    LaunchEnter(meeting, stream);
+  }
+  Fill(meeting.call_control + kAbortFlag, 1, sizeof(int32_t), stream);
+  if (passed < 2) LaunchBarrier(meeting, 0, stream);
+  if (passed < 3) LaunchBarrier(meeting, 1, stream);
+  LaunchLeave(meeting, stream);
+}
+
 }  // namespace
 
 std::string LoadKernels(int capability) {
@@ -91,7 +104,8 @@ std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t
     }
     p.ring.returned = group.arenas[p.rank] + arena.returned;
     p.ring.returned_d_weights = group.arenas[p.rank] + arena.returned_d_weights;
-    meeting = {group, SignatureOf(p), options.place, p.ring.control, options.reports, options.barrier_timeout_ns};
+    meeting = {group,           SignatureOf(p, options.refused), options.place, p.ring.control,
+               options.reports, options.barrier_timeout_ns};
   }
   PeerTable peers{};
   IdTable ids{};
@@ -139,12 +153,17 @@ std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t
     const int number = pauses++;
     if (options.test_mode) meet("pausing", [&](const Params&) { return LaunchPause(meeting, number, stream); });
   };
-  meet("entering the arena", [&](const Params&) { return LaunchEnter(meeting, stream); });
+  int passed = 0;  // of the steps below that peers wait for, and the last one
+  const auto pass = [&](const char* name, auto step) {
+    meet(name, [&](const Params&) { return step(); });
+    passed += error.empty();
+  };
+  pass("entering the arena", [&] { return LaunchEnter(meeting, stream); });
   pause();
   meet("staging", [&](const Params& p) { return Stage(p, meeting, arena, options.launch.sms, stream); });
   phase("rounding to MXFP8", [&](const Params& p) { return Quantize(p, stream); });
   pause();
-  meet("the first barrier", [&](const Params&) { return LaunchBarrier(meeting, 0, stream); });
+  pass("the first barrier", [&] { return LaunchBarrier(meeting, 0, stream); });
   if (forward) {
     phase("the schedule", [&](const Params& p) {
       return LaunchSchedule(p.dims, p.rank, ids, p.schedule, p.ring.schedule_scratch, stream);
@@ -158,11 +177,12 @@ std::string Enqueue(const std::vector<Params>& decoded, void* workspace, int64_t
     return LaunchMegakernel(options.path, p, peers, launch, stream);
   });
   pause();
-  meet("the second barrier", [&](const Params&) { return LaunchBarrier(meeting, 1, stream); });
+  pass("the second barrier", [&] { return LaunchBarrier(meeting, 1, stream); });
   pause();
   phase("the epilogue", [&](const Params& p) { return LaunchEpilogue(p, outcome, stream); });
   pause();
-  meet("leaving the arena", [&](const Params&) { return LaunchLeave(meeting, stream); });
+  pass("leaving the arena", [&] { return LaunchLeave(meeting, stream); });
+  if (!error.empty() && options.group != nullptr) GiveUp(meeting, passed, stream);
   return error.empty() ? "" : std::string("mok_jax cuda: ") + doing + ": " + error;
 }
 

@@ -20,7 +20,8 @@ struct Options {
   const Group* group;    // of real ranks, or null: all ranks are here
   const int32_t* place;  // on the device; with a group
   uint64_t barrier_timeout_ns;
-  Launch launch;  // but for the status, which is each rank's own
+  int32_t refused;  // calls of this group that this rank has refused
+  Launch launch;    // but for the status, which is each rank's own
   Reports* reports;
   // Test modes.
   bool test_mode;         // what is read before it is written is NaN; real ranks pause between the phases

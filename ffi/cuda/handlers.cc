@@ -1,6 +1,6 @@
 // The XLA FFI targets of the CUDA implementation and its module's Python face. Execute decodes its buffers
 // (decode.h), which it does not read, and puts kernels on XLA's stream (driver.h); what must be allocated or
-// loaded is there since Initialize.
+// loaded is there since Initialize. Where a process has several devices of a group, their threads meet here first.
 #include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -18,6 +18,7 @@
 #include "../op_names.h"
 #include "../planning.h"
 #include "arena.h"
+#include "current.h"
 #include "driver.h"
 #include "exchange.h"
 #include "kernels.h"
@@ -89,27 +90,7 @@ std::string DeviceAt(int ordinal, Device** device) {
   return error;
 }
 
-// Makes a device current on this thread for a while.
-class Current {
- public:
-  explicit Current(int ordinal) : error_(cudaGetDevice(&before_)) {
-    if (error_ != cudaSuccess || before_ == ordinal) return;
-    error_ = cudaSetDevice(ordinal);
-    changed_ = error_ == cudaSuccess;
-  }
-  ~Current() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
-
-  std::string error() const { return Text("choosing the device", error_); }
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-  cudaError_t error_;
-};
+std::string ErrorOf(const Current& current) { return Text("choosing the device", current.error()); }
 
 std::string Seconds(uint64_t nanoseconds) {
   std::ostringstream text;
@@ -171,7 +152,7 @@ ffi::Error Internal(const std::string& message) { return ffi::Error(ffi::ErrorCo
 // Runs before every execution, of a command buffer too, which does not come to Execute again.
 ffi::Error Initialize(int32_t ordinal) {
   const Current current(ordinal);
-  if (!current.error().empty()) return Internal(current.error());
+  if (current.error() != cudaSuccess) return Internal(ErrorOf(current));
   Device* device;
   const std::string error = DeviceAt(ordinal, &device);
   if (!error.empty()) return Internal(error);
@@ -179,9 +160,28 @@ ffi::Error Initialize(int32_t ordinal) {
   return report.empty() ? ffi::Error::Success() : Internal(report);
 }
 
+// That of a call over peers: one that is refused here never comes to Execute.
+ffi::Error InitializePeers(int32_t ordinal, ffi::Dictionary attributes) {
+  const auto table = attributes.get<int64_t>("table");
+  const ffi::Error error = Initialize(ordinal);
+  if (error.failure() && table.has_value()) CountRefusal(*table, ordinal);
+  return error;
+}
+
+// Counts a call as refused that does not come to its peers.
+struct Refusal {
+  int64_t table;
+  int ordinal;
+  bool pending;
+  ~Refusal() {
+    if (pending) CountRefusal(table, ordinal);
+  }
+};
+
 template <Direction direction>
 ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results) {
+  Refusal refusal{call.table, ordinal, call.table != 0};
   const Path path = call.portable != 0 ? Path::kPortable : Path::kHopper;
   Decoded decoded = Decode(direction, call, arguments, results, TilesOf(path));
   if (!decoded.complaint.empty()) return ffi::Error::InvalidArgument(decoded.complaint);
@@ -198,7 +198,7 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
     return ffi::Error::InvalidArgument("mok_jax cuda: sizes that mok_jax/ops.py refuses; reinstall mok_jax");
   }
   const Current current(ordinal);
-  if (!current.error().empty()) return Internal(current.error());
+  if (current.error() != cudaSuccess) return Internal(ErrorOf(current));
   Device* device;
   std::string error = DeviceAt(ordinal, &device);
   if (!error.empty()) return Internal(error);
@@ -220,6 +220,12 @@ ffi::Error Execute(int32_t ordinal, cudaStream_t stream, CallAttributes call, ff
   options.barrier_timeout_ns = static_cast<uint64_t>(std::min(call.barrier_timeout * 1e9, 9e18));
   options.test_mode = call.random_order >= 0;
   options.stuck_counter = call.stuck_counter;
+  if (group != nullptr) {
+    options.refused = Refused(call.table, ordinal);
+    error = Gather(call.table, ordinal, call.barrier_timeout);
+    if (!error.empty()) return Internal(error);
+  }
+  refusal.pending = false;  // from here on the peers learn of a failure
   error = Enqueue(decoded.ranks, decoded.workspace, decoded.workspace_bytes, options, stream);
   return error.empty() ? ffi::Error::Success() : Internal(error);
 }
@@ -245,7 +251,7 @@ ffi::Error ExecuteSchedule(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer 
     return ffi::Error::InvalidArgument("mok_schedule: sizes that do not fit each other");
   }
   const Current current(ordinal);
-  if (!current.error().empty()) return Internal(current.error());
+  if (current.error() != cudaSuccess) return Internal(ErrorOf(current));
   const auto data = [](const ffi::AnyBuffer& buffer) { return static_cast<int32_t*>(buffer.untyped_data()); };
   IdTable table{};
   for (int64_t r = 0; r < d.ranks; ++r) table.at[r] = data(ids) + r * d.Routes();
@@ -264,7 +270,7 @@ ffi::Error ExecuteQuantize(int32_t ordinal, cudaStream_t stream, ffi::BufferR2<f
     return ffi::Error::InvalidArgument("mok_quantize: sizes that do not fit each other");
   }
   const Current current(ordinal);
-  if (!current.error().empty()) return Internal(current.error());
+  if (current.error() != cudaSuccess) return Internal(ErrorOf(current));
   const char* error = LaunchQuantize(rows.untyped_data(), count, n, travelling->untyped_data(), rounded->untyped_data(),
                                      nullptr, stream);
   return error == nullptr ? ffi::Error::Success() : Internal(std::string("mok_quantize: ") + error);
@@ -301,9 +307,10 @@ ffi::Error ExecuteTraffic(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer p
     return ffi::Error::InvalidArgument("mok_traffic: sizes that do not fit each other");
   }
   const Current current(ordinal);
-  if (!current.error().empty()) return Internal(current.error());
+  if (current.error() != cudaSuccess) return Internal(ErrorOf(current));
   Device* device;
-  const std::string failed = DeviceAt(ordinal, &device);
+  std::string failed = DeviceAt(ordinal, &device);
+  if (failed.empty()) failed = Gather(table, ordinal, barrier_timeout);
   if (!failed.empty()) return Internal(failed);
   auto* words = static_cast<int32_t*>(control->untyped_data());
   Meeting meeting{*group,
@@ -361,7 +368,8 @@ ffi::Error ExecuteWindow(int32_t ordinal, Lender lender, ffi::Result<ffi::AnyBuf
   const auto lent = lender.GetCommunicator(ffi::GroupMode::kFlattenedId, Rows(groups, ranks), kCommunication);
   if (lent.has_error()) return lent.error();
   const Current current(ordinal);
-  const std::string error = current.error().empty() ? MakeWindow(lent.value(), ordinal, bytes) : current.error();
+  const std::string error =
+      current.error() == cudaSuccess ? MakeWindow(lent.value(), ordinal, bytes) : ErrorOf(current);
   return error.empty() ? ffi::Error::Success() : Internal(error);
 }
 
@@ -380,6 +388,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MokWindow, ExecuteWindow,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MokInitialize, Initialize,
                               ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MokInitializePeers, InitializePeers,
+                              ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>().Attrs());
 
 // Command buffers may hold these: Execute only launches kernels and fills memory, on one stream; all that
 // changes from call to call is in device memory, and the pinned Reports stay where they are. Real ranks have targets
@@ -431,9 +441,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MokTraffic, ExecuteTraffic,
                                   .Attr<int64_t>("sms")
                                   .Attr<double>("barrier_timeout"));
 
-py::dict Stages(void* execute) {
+py::dict Stages(void* execute, void* initialize = reinterpret_cast<void*>(MokInitialize)) {
   py::dict stages;
-  stages["initialize"] = Capsule(reinterpret_cast<void*>(MokInitialize));
+  stages["initialize"] = Capsule(initialize);
   stages["execute"] = Capsule(execute);
   return stages;
 }
@@ -449,8 +459,9 @@ PYBIND11_MODULE(_cuda, module) {
     py::dict targets;
     targets["mok_forward"] = Stages(reinterpret_cast<void*>(MokForward));
     targets["mok_backward"] = Stages(reinterpret_cast<void*>(MokBackward));
-    targets["mok_forward_peers"] = Stages(reinterpret_cast<void*>(MokForwardPeers));
-    targets["mok_backward_peers"] = Stages(reinterpret_cast<void*>(MokBackwardPeers));
+    void* initialize = reinterpret_cast<void*>(MokInitializePeers);
+    targets["mok_forward_peers"] = Stages(reinterpret_cast<void*>(MokForwardPeers), initialize);
+    targets["mok_backward_peers"] = Stages(reinterpret_cast<void*>(MokBackwardPeers), initialize);
     targets["mok_schedule"] = Stages(reinterpret_cast<void*>(MokSchedule));
     targets["mok_quantize"] = Stages(reinterpret_cast<void*>(MokQuantize));
     targets["mok_traffic"] = Stages(reinterpret_cast<void*>(MokTraffic));
@@ -472,7 +483,7 @@ PYBIND11_MODULE(_cuda, module) {
       [](int ordinal) {
         const Current current(ordinal);
         Device* device;
-        const std::string error = current.error().empty() ? DeviceAt(ordinal, &device) : current.error();
+        const std::string error = current.error() == cudaSuccess ? DeviceAt(ordinal, &device) : ErrorOf(current);
         if (!error.empty()) throw std::runtime_error(error);
       },
       py::arg("ordinal"));

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../tasks.h"
+#include "current.h"
 #include "driver_api.h"
 
 namespace mok::cuda {
@@ -28,16 +29,10 @@ void Check(cudaError_t error, const char* doing) {
   throw std::runtime_error(std::string(doing) + ": " + cudaGetErrorString(error));
 }
 
-// Runs on a device, then sets the current one back.
 template <typename Function>
 auto On(int ordinal, Function function) {
-  int before = 0;
-  Check(cudaGetDevice(&before), "asking for the current device");
-  Check(cudaSetDevice(ordinal), "choosing a device");
-  struct Back {
-    int ordinal;
-    ~Back() { cudaSetDevice(ordinal); }
-  } back{before};
+  const Current current(ordinal);
+  Check(current.error(), "choosing a device");
   return function();
 }
 
@@ -246,11 +241,13 @@ struct Nccl {
       reason = "XLA has not loaded NCCL";
       return;
     }
-    const auto find = [&](auto* function, const char* name) {
+    const auto look = [library](auto* function, const char* name) {
       void* symbol = dlsym(library, name);
       std::memcpy(function, &symbol, sizeof(symbol));
-      if (symbol == nullptr && reason.empty())
-        reason = std::string("NCCL lacks ") + name + "; it needs 2.29.2 or newer";
+      return symbol != nullptr;
+    };
+    const auto find = [&](auto* function, const char* name) {
+      if (!look(function, name) && reason.empty()) reason = Lacks(name, "2.27");
     };
     find(&allocate, "ncclMemAlloc");
     find(&free, "ncclMemFree");
@@ -258,9 +255,13 @@ struct Nccl {
     find(&withdraw, "ncclCommWindowDeregister");
     find(&rank, "ncclCommUserRank");
     find(&count, "ncclCommCount");
-    find(&peer, "ncclGetPeerDevicePointer");
     find(&progress, "ncclCommGetAsyncError");
     find(&text, "ncclGetErrorString");
+    look(&peer, "ncclGetPeerDevicePointer");
+  }
+
+  static std::string Lacks(const char* name, const char* release) {
+    return std::string("NCCL lacks ") + name + "; it needs " + release + " or newer";
   }
 
   // Of a call on a communicator: XLA may have made it one whose calls return before they are done.
@@ -280,7 +281,7 @@ struct Nccl {
   Function<Comm, Window> withdraw = nullptr;
   Function<Comm, int*> rank = nullptr;
   Function<Comm, int*> count = nullptr;
-  Function<Window, size_t, int, void**> peer = nullptr;
+  Function<Window, size_t, int, void**> peer = nullptr;  // of 2.29.2; where there are peers
   Function<Comm, int*> progress = nullptr;
   const char* (*text)(int) = nullptr;
 };
@@ -368,26 +369,39 @@ std::string Reach(int ordinal, int peer) {
 std::string MakeWindow(void* communicator, int ordinal, int64_t bytes) {
   const Nccl nccl;
   if (!nccl.reason.empty()) return nccl.reason;
+  const auto text = [&nccl](const char* doing, int error) { return std::string(doing) + ": " + nccl.text(error); };
+  int ranks = 0;
+  if (const int error = nccl.count(communicator, &ranks)) return text("ncclCommCount", error);
+  // Before anything is made; the library is the same on every rank, or NCCL would have refused the communicator.
+  if (ranks > 1 && nccl.peer == nullptr) return Nccl::Lacks("ncclGetPeerDevicePointer", "2.29.2");
   constexpr int kSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
   const size_t size = static_cast<size_t>(RoundUp(bytes, int64_t{2} << 20));
   Lent lent{communicator, nullptr, 0, {}};
   void* memory = nullptr;
-  int ranks = 0;
-  const auto text = [&nccl](const char* doing, int error) { return std::string(doing) + ": " + nccl.text(error); };
   if (const int error = nccl.allocate(&memory, size)) return text("ncclMemAlloc", error);
-  if (cudaMemset(memory, 0, size) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess) return "clearing a window";
-  if (const int error = nccl.Await(communicator, nccl.enroll(communicator, memory, size, &lent.window, kSymmetric))) {
-    return text("ncclCommWindowRegister", error);
-  }
-  if (lent.window == nullptr) return "NCCL has no symmetric windows over these devices";
-  if (const int error = nccl.rank(communicator, &lent.rank)) return text("ncclCommUserRank", error);
-  if (const int error = nccl.count(communicator, &ranks)) return text("ncclCommCount", error);
-  for (int rank = 0; rank < ranks; ++rank) {
-    void* arena = memory;
-    const int error = rank == lent.rank ? 0 : nccl.peer(lent.window, 0, rank, &arena);
-    if (error != 0) return text("ncclGetPeerDevicePointer", error);
-    if (arena == nullptr) return "rank " + std::to_string(rank) + " of NCCL is not reached by loads and stores";
-    lent.arenas.push_back(Address(arena));
+  const auto finish = [&]() -> std::string {
+    if (cudaMemset(memory, 0, size) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess) {
+      return std::string("clearing a window: ") + cudaGetErrorString(cudaGetLastError());
+    }
+    if (const int error = nccl.Await(communicator, nccl.enroll(communicator, memory, size, &lent.window, kSymmetric))) {
+      return text("ncclCommWindowRegister", error);
+    }
+    if (lent.window == nullptr) return "NCCL has no symmetric windows over these devices";
+    if (const int error = nccl.rank(communicator, &lent.rank)) return text("ncclCommUserRank", error);
+    for (int rank = 0; rank < ranks; ++rank) {
+      void* arena = memory;
+      const int error = rank == lent.rank ? 0 : nccl.peer(lent.window, 0, rank, &arena);
+      if (error != 0) return text("ncclGetPeerDevicePointer", error);
+      if (arena == nullptr) return "rank " + std::to_string(rank) + " of NCCL is not reached by loads and stores";
+      lent.arenas.push_back(Address(arena));
+    }
+    return "";
+  };
+  const std::string error = finish();
+  if (!error.empty()) {  // what comes of giving it back matters less than why
+    if (lent.window != nullptr) nccl.Await(communicator, nccl.withdraw(communicator, lent.window));
+    nccl.free(memory);
+    return error;
   }
   AllLent& all = EveryLent();
   const std::lock_guard<std::mutex> lock(all.mutex);

@@ -3,6 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,13 +22,25 @@ namespace {
 
 namespace py = pybind11;
 
+struct Seat {
+  Group group;
+  int64_t calls = 0;  // that came to Gather
+  int32_t refused = 0;
+};
 struct Tables {
   std::mutex mutex;
-  std::map<std::pair<int64_t, int>, std::unique_ptr<Group>> groups;
+  std::condition_variable changed;
+  std::map<std::pair<int64_t, int>, std::unique_ptr<Seat>> seats;
 };
 Tables& AllTables() {
   static auto* tables = new Tables;  // never destroyed: calls may run while the process ends
   return *tables;
+}
+
+// With the lock held.
+Seat* SeatOf(const Tables& tables, int64_t table, int ordinal) {
+  const auto found = tables.seats.find({table, ordinal});
+  return found == tables.seats.end() ? nullptr : found->second.get();
 }
 
 char* Pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
@@ -34,19 +50,19 @@ void SetTable(int64_t table, int ordinal, int64_t number, int64_t rank, int64_t 
   if (arenas.empty() || arenas.size() > kMaxRanks || rank < 0 || rank >= static_cast<int64_t>(arenas.size())) {
     throw std::runtime_error("a group has 1 to " + std::to_string(kMaxRanks) + " ranks");
   }
-  auto group = std::make_unique<Group>();
-  *group = {rank, static_cast<int64_t>(arenas.size()), number, bytes, {}};
-  std::transform(arenas.begin(), arenas.end(), group->arenas, Pointer);
+  auto seat = std::make_unique<Seat>();
+  seat->group = {rank, static_cast<int64_t>(arenas.size()), number, bytes, {}};
+  std::transform(arenas.begin(), arenas.end(), seat->group.arenas, Pointer);
   Tables& tables = AllTables();
   const std::lock_guard<std::mutex> lock(tables.mutex);
-  tables.groups[{table, ordinal}] = std::move(group);
+  tables.seats[{table, ordinal}] = std::move(seat);
 }
 
 void RemoveTable(int64_t table) {
   Tables& tables = AllTables();
   const std::lock_guard<std::mutex> lock(tables.mutex);
-  for (auto at = tables.groups.begin(); at != tables.groups.end();) {
-    at = at->first.first == table ? tables.groups.erase(at) : std::next(at);
+  for (auto at = tables.seats.begin(); at != tables.seats.end();) {
+    at = at->first.first == table ? tables.seats.erase(at) : std::next(at);
   }
 }
 
@@ -57,8 +73,12 @@ std::string Text(const int32_t (&words)[Signature::kWords]) {
   std::ostringstream text;
   text << (words[0] == static_cast<int32_t>(Direction::kForward) ? "forward" : "backward") << "(dtype "
        << kTypes[words[1] & 3] << ", context " << words[2];
-  for (int i = 3; i < Signature::kWords; ++i) text << ", " << kNames[i - 3] << " " << words[i];
+  for (int i = 3; i < 12; ++i) text << ", " << kNames[i - 3] << " " << words[i];
+  float limit;
+  std::memcpy(&limit, &words[12], sizeof(limit));
+  if (std::isfinite(limit)) text << ", swiglu_limit " << limit;
   text << ")";
+  if (words[13] != 0) text << " after " << words[13] << " calls that it refused";
   return text.str();
 }
 
@@ -67,14 +87,56 @@ std::string Text(const int32_t (&words)[Signature::kWords]) {
 const Group* FindGroup(int64_t table, int ordinal) {
   Tables& tables = AllTables();
   const std::lock_guard<std::mutex> lock(tables.mutex);
-  const auto found = tables.groups.find({table, ordinal});
-  return found == tables.groups.end() ? nullptr : found->second.get();
+  const Seat* seat = SeatOf(tables, table, ordinal);
+  return seat == nullptr ? nullptr : &seat->group;
+}
+
+std::string Gather(int64_t table, int ordinal, double seconds) {
+  Tables& tables = AllTables();
+  std::unique_lock<std::mutex> lock(tables.mutex);
+  Seat* own = SeatOf(tables, table, ordinal);
+  if (own == nullptr) return "";
+  const int64_t call = ++own->calls;
+  const int32_t refused = own->refused;
+  tables.changed.notify_all();
+  int refusing = -1;
+  const auto together = [&] {
+    bool all = true;
+    for (const auto& [key, seat] : tables.seats) {
+      if (key.first != table || seat->group.number != own->group.number || seat->calls >= call) continue;
+      all = false;
+      if (seat->refused > refused) refusing = key.second;
+    }
+    return all || refusing >= 0;
+  };
+  const std::chrono::duration<double> most(std::min(seconds, 1e6));
+  tables.changed.wait_for(lock, most, together);
+  if (refusing < 0) return "";
+  --own->calls;
+  return "mok_jax cuda: device " + std::to_string(refusing) +
+         " of this process has refused this call or the one before (its own error says why), so this device does too";
+}
+
+void CountRefusal(int64_t table, int ordinal) {
+  Tables& tables = AllTables();
+  const std::lock_guard<std::mutex> lock(tables.mutex);
+  Seat* seat = SeatOf(tables, table, ordinal);
+  if (seat == nullptr) return;
+  ++seat->refused;
+  tables.changed.notify_all();
+}
+
+int32_t Refused(int64_t table, int ordinal) {
+  Tables& tables = AllTables();
+  const std::lock_guard<std::mutex> lock(tables.mutex);
+  const Seat* seat = SeatOf(tables, table, ordinal);
+  return seat == nullptr ? 0 : seat->refused;
 }
 
 std::string Complaint(const Group* group, int64_t ranks, const Params& params) {
   if (group == nullptr) {
     return "mok_jax cuda: this device is in no table of peers; call mok_jax.distributed.initialize for this mesh in "
-           "this process, and after finalize again, with the same arguments or after jax.clear_caches()";
+           "this process, and after finalize again, with the same sizes or after jax.clear_caches()";
   }
   if (group->ranks != ranks) {
     return "mok_jax cuda: this call has " + std::to_string(ranks) + " ranks, its table of peers " +
@@ -146,6 +208,11 @@ void DefinePeers(py::module_& module) {
   module.def("set_table", &SetTable, py::arg("table"), py::arg("ordinal"), py::arg("group"), py::arg("rank"),
              py::arg("bytes"), py::arg("arenas"));
   module.def("remove_table", &RemoveTable, py::arg("table"));
+  // For tests: what handlers.cc does.
+  module.def("gather", &Gather, py::arg("table"), py::arg("ordinal"), py::arg("seconds"),
+             py::call_guard<py::gil_scoped_release>());
+  module.def("count_refusal", &CountRefusal, py::arg("table"), py::arg("ordinal"));
+  module.def("refused", &Refused, py::arg("table"), py::arg("ordinal"));
 }
 
 }  // namespace mok::cuda

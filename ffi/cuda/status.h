@@ -28,14 +28,16 @@ enum class Fault : int32_t {
   kMisplaced,  // the device is at another place in the mesh than in the table
 };
 
+inline constexpr int kSignatureWords = 14;  // arena.h
+
 struct ExchangeStatus {
   Fault fault;
   int32_t barrier;  // 0: before rows travel, 1: after
   int32_t group, rank, ranks;
-  int32_t peer;                  // kDiffers, kAborted: which rank; kMisplaced: the rank in the mesh
-  int32_t epoch;                 // of the barrier; 0: at none
-  uint32_t missing[3];           // a bit for each rank that did not come, or not before another one gave up
-  int32_t mine[12], theirs[12];  // Signature; theirs: kDiffers
+  int32_t peer;         // kDiffers, kAborted: which rank; kMisplaced: the rank in the mesh
+  int32_t epoch;        // of the barrier; 0: at none
+  uint32_t missing[3];  // a bit for each rank that did not come, or not before another one gave up
+  int32_t mine[kSignatureWords], theirs[kSignatureWords];  // theirs: kDiffers
 };
 
 // One for each call that failed, however many of its ranks and waits did.
