@@ -62,8 +62,7 @@ __device__ void FillResults(const Params& p) {
 
 __device__ bool Taken(int32_t id, int experts) { return (id >= 0) & (id < experts); }
 
-// A block has a token, blockIdx.y a part of its columns. Little more than loads: with 64-bit divisions for the
-// token and the column this took as long again (H200, 2026-11-29).
+// A block has a token, blockIdx.y a part of its columns, so that no thread divides.
 template <typename S, bool whole, bool kBackward>
 __global__ void __launch_bounds__(kThreads)
     Epilogue(const __grid_constant__ Params p, const __grid_constant__ Outcome outcome) {
