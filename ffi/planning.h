@@ -50,11 +50,11 @@ inline py::capsule Capsule(void* handler) { return py::capsule(handler, "xla._CU
 inline void DefinePlanning(py::module_& module, const Target& target) {
   const auto plan = [target](int64_t tokens, int64_t hidden, int64_t intermediate, int64_t shared_intermediate,
                              int64_t local_experts, int64_t ranks, int64_t top_k, int64_t row_tile, int64_t minibatch,
-                             int64_t macrobatch, bool portable, bool alone, bool peers) {
+                             int64_t macrobatch, bool portable, bool forward, bool peers) {
     Plan p{{tokens, hidden, intermediate, shared_intermediate, local_experts, ranks, top_k,
             row_tile > 0 ? row_tile : target.row_tile, minibatch, macrobatch, 0, peers},
            target.tiles(portable)};
-    PlanRows(&p, p.tiles, target.units, alone);
+    PlanRows(&p, p.tiles, target.units, forward);
     return p;
   };
   module.attr("ROW_TILE") = target.row_tile;
@@ -62,7 +62,7 @@ inline void DefinePlanning(py::module_& module, const Target& target) {
       .def(py::init(plan), py::kw_only(), py::arg("tokens"), py::arg("hidden"), py::arg("intermediate"),
            py::arg("shared_intermediate"), py::arg("local_experts"), py::arg("ranks"), py::arg("top_k"),
            py::arg("row_tile"), py::arg("minibatch"), py::arg("macrobatch"), py::arg("portable") = false,
-           py::arg("alone") = false, py::arg("peers") = false)
+           py::arg("forward") = false, py::arg("peers") = false)
       .def_readonly("row_tile", &Plan::row_tile)
       .def_readonly("minibatch", &Plan::minibatch)
       .def_readonly("macrobatch", &Plan::macrobatch)

@@ -24,9 +24,9 @@ MOK_HD inline int64_t MinibatchEstimate(int64_t units, int64_t row_tile, int64_t
   return CeilDiv(2 * units * row_tile * columns, 2 * intermediate);
 }
 
-// Fills minibatch, macrobatch (0: default) and capacity of otherwise complete Dims. alone: for a forward pass that
-// keeps nothing; it differs in the minibatch alone.
-inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units, bool alone) {
+// Fills minibatch, macrobatch (0: default) and capacity of otherwise complete Dims. forward: for a forward pass; it
+// differs in the minibatch alone.
+inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units, bool forward) {
   dims->capacity = Capacity(dims->ranks, dims->Routes(), dims->local_experts, dims->row_tile);
   // A given minibatch beyond all rows would only waste memory; the macrobatch stays a multiple of it.
   if (dims->minibatch > dims->capacity) {
@@ -37,8 +37,8 @@ inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units, bool alone) 
   if (dims->minibatch == 0) {
     const int64_t estimate = MinibatchEstimate(units, dims->row_tile, 2 * tiles.gate_up_columns, dims->intermediate);
     // The weights of an expert that a minibatch's end cuts are read once more, so two balanced experts fit, or two of
-    // the groups in which a large expert reads its weights anyway. A forward pass alone, which writes less that must
-    // stay in the second level cache, takes twice as many (H200, S3: 4 %), if they are half of all at most.
+    // the groups in which a large expert reads its weights anyway. A forward pass, which writes less that must stay in
+    // the second level cache, takes twice as many (H200, S3: 4 %), if they are half of all at most.
     const int64_t uncut = 2 * Min(dims->Routes() / dims->local_experts, tiles.group * dims->row_tile);
     dims->minibatch = Min(RoundUp(Max(estimate, uncut), dims->row_tile), dims->capacity);
     most = 4 * dims->minibatch <= dims->capacity ? 2 * dims->minibatch : dims->minibatch;
@@ -56,7 +56,7 @@ inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units, bool alone) 
     dims->macrobatch = dims->ranks == 1 ? all : RoundUp(balanced, most);
   }
   dims->macrobatch = Min(dims->macrobatch, all);
-  if (alone) dims->minibatch = most;
+  if (forward) dims->minibatch = most;
 }
 
 // Routes whose experts one thread block of cuda/schedule.cu counts, and what it needs to remember: a

@@ -158,11 +158,11 @@ class Dims:
     def mxfp8(self) -> bool:
         return self.config.precision == "mxfp8"
 
-    def plan(self, alone: bool = False):
+    def plan(self, forward: bool = False):
         """The sizes of one (virtual) rank as the extension module computes them.
 
         Args:
-          alone: for a forward pass that keeps no context, which has larger default minibatches.
+          forward: for a forward pass, which has larger default minibatches; nothing else differs.
 
         Raises:
           TypeError: a dtype that the implementation lacks.
@@ -192,7 +192,7 @@ class Dims:
             minibatch=config.minibatch or 0,
             macrobatch=config.macrobatch or 0,
             portable=self.portable,
-            alone=alone,
+            forward=forward,
             peers=self.table != 0,
         )
         if plan.capacity >= 2**31:
@@ -280,11 +280,11 @@ class Dims:
         module = _module(self.implementation)
         pass_ = module.Pass(backward=backward, context=context, gradients=gradients, mxfp8=self.mxfp8)
         wide = jnp.dtype(accumulation_dtype(self.dtype)).itemsize
-        return self.plan(alone=not (backward or context)), pass_, self.dtype.itemsize, wide
+        return self.plan(forward=not backward), pass_, self.dtype.itemsize, wide
 
     def attributes(self, backward: bool, context: bool, gradients: int) -> dict[str, Any]:
         """A call's attributes, the same on every rank."""
-        plan, config = self.plan(alone=not (backward or context)), self.config
+        plan, config = self.plan(forward=not backward), self.config
         integers = dict(
             ranks=self.ranks,
             virtual_ranks=config.virtual_ranks,

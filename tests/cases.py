@@ -178,7 +178,7 @@ def dims_of(case: Case, config, **options) -> ops.Dims:
         tokens=case.x.shape[0],
         hidden=case.x.shape[1],
         intermediate=case.w_gate.shape[2],
-        shared_intermediate=case.shared[0].shape[1],
+        shared_intermediate=0 if case.shared is None else case.shared[0].shape[1],
         local_experts=case.w_gate.shape[0],
         ranks=1,
         top_k=case.expert_ids.shape[1],
@@ -186,6 +186,12 @@ def dims_of(case: Case, config, **options) -> ops.Dims:
         config=config,
         **options,
     )
+
+
+def first_block_of_h(case: Case, config) -> int:
+    """The index of hidden_ready[0] in CounterLayout, for a call on a Hopper GPU: only a forward pass waits for it."""
+    plan = dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None)).plan()
+    return -(-plan.capacity // plan.minibatch)
 
 
 def cotangent_of(x):

@@ -165,12 +165,13 @@ def test_every_way_gives_the_same_bits(dtype, kernel, way):
 
 
 @kernels
-def test_a_forward_pass_alone_has_minibatches_of_its_own(dtype, kernel):
+def test_a_forward_pass_has_minibatches_of_its_own(dtype, kernel):
     case = make_case(dtype, tokens=8192, hidden=264, intermediate=2048, shared=8, experts=4, top_k=2)
     dims = cases.dims_of(case, kernel, implementation="cuda", gpu=ops.Gpu((9, 0), None))
-    assert dims.plan().minibatch < dims.plan(alone=True).minibatch < dims.plan().capacity
-    alone = jax.jit(lambda case: cases.call(case, "cuda", config=kernel))(case)
-    assert_same_bits({"y": np.asarray(alone)}, {"y": run(case, "cuda", config=kernel)["y"]})
+    small = dims.plan().minibatch
+    assert small < dims.plan(forward=True).minibatch < dims.plan().capacity
+    same = run(case, "cuda", config=dataclasses.replace(kernel, minibatch=small))
+    assert_same_bits(run(case, "cuda", config=kernel), same)
 
 
 # ---- virtual ranks ----
@@ -318,18 +319,12 @@ def test_command_buffers(kinds, ranks):
 # ---- waits in vain ----
 
 
-def first_block_of_h(case, config):
-    """The index of hidden_ready[0] in CounterLayout."""
-    plan = cases.dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None)).plan()
-    return -(-plan.capacity // plan.minibatch)
-
-
 @kernels
 def test_a_wait_in_vain_is_reported_once_by_the_next_call(dtype, kernel):
     case = make_case(dtype, tokens=200, experts=6, top_k=3, **SIZES)
     config = dataclasses.replace(kernel, minibatch=128)
     good = run(case, "cuda", config=config)
-    counter = first_block_of_h(case, config)
+    counter = cases.first_block_of_h(case, config)
     stuck = dataclasses.replace(config, timeout=0.2, stuck_counter=counter)
     y = jax.device_get(jax.jit(lambda case: cases.call(case, "cuda", config=stuck))(case))
     assert np.isnan(y.astype(np.float32)).all()
@@ -346,7 +341,7 @@ def test_a_wait_in_vain_is_reported_once_by_the_next_call(dtype, kernel):
 def test_every_call_that_waits_in_vain_is_reported():
     case = make_case("bf16", tokens=200, experts=6, top_k=3, **SIZES)
     config = MoKConfig(minibatch=128)
-    stuck = dataclasses.replace(config, timeout=0.5, stuck_counter=first_block_of_h(case, config))
+    stuck = dataclasses.replace(config, timeout=0.5, stuck_counter=cases.first_block_of_h(case, config))
     # The second is on the stream before the first gives up.
     twice = jax.jit(lambda case: [cases.call(c, "cuda", config=stuck) for c in (case, case._replace(x=-case.x))])
     assert all(np.isnan(y.astype(np.float32)).all() for y in jax.device_get(twice(case)))
@@ -360,7 +355,7 @@ def test_a_call_of_many_ranks_that_wait_in_vain_is_reported_once():
     config = MoKConfig(minibatch=128, virtual_ranks=2)
     good = jax.jit(lambda case: cases.call(case, "cuda", config=config))
     jax.block_until_ready(good(case))
-    stuck = dataclasses.replace(config, timeout=0.5, stuck_counter=first_block_of_h(case, config))
+    stuck = dataclasses.replace(config, timeout=0.5, stuck_counter=cases.first_block_of_h(case, config))
     jax.jit(lambda case: cases.call(case, "cuda", config=stuck))(case)
     errors, later = [], []
     for _ in range(16):  # while one rank after the other gives up
@@ -382,7 +377,7 @@ def test_a_forward_pass_that_waits_in_vain_leaves_nan_to_the_backward_pass(dtype
     case = make_case(dtype, tokens=200, experts=6, top_k=3, **SIZES)
     config = dataclasses.replace(kernel, minibatch=128)
     good = run(case, "cuda", config=config)
-    stuck = dataclasses.replace(config, timeout=0.5, stuck_counter=first_block_of_h(case, config))
+    stuck = dataclasses.replace(config, timeout=0.5, stuck_counter=cases.first_block_of_h(case, config))
     result = run(case, "cuda", config=stuck)
     assert [name for name, value in result.items() if not np.isnan(value.astype(np.float32)).all()] == []
     # The kept activations are there, so the backward pass waits for nothing that is stuck: one report.
@@ -395,7 +390,7 @@ def test_a_forward_pass_that_waits_in_vain_leaves_nan_to_the_backward_pass(dtype
 def test_the_context_of_a_forward_pass_that_waits_in_vain_is_nan(ranks):
     case = make_case("bf16", tokens=200, experts=6, top_k=3, **SIZES)
     config = MoKConfig(minibatch=128, virtual_ranks=ranks)
-    config = dataclasses.replace(config, timeout=0.5, stuck_counter=first_block_of_h(case, config))
+    config = dataclasses.replace(config, timeout=0.5, stuck_counter=cases.first_block_of_h(case, config))
     dims = cases.dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None))
     place, weights = jnp.zeros(2, jnp.int32), (*case[3:6], *case.shared)
     y, residuals, _ = jax.jit(lambda: ops.forward(dims, place, *case[:3], weights, context=True))()
@@ -410,7 +405,7 @@ def test_the_context_of_a_forward_pass_that_waits_in_vain_is_nan(ranks):
 def test_every_gradient_of_a_backward_pass_that_waits_in_vain_is_nan():
     case = make_case("bf16", tokens=200, experts=6, top_k=3, **SIZES)
     config = MoKConfig(minibatch=128, timeout=0.2, save_context=False)
-    config = dataclasses.replace(config, stuck_counter=first_block_of_h(case, config))
+    config = dataclasses.replace(config, stuck_counter=cases.first_block_of_h(case, config))
     result = run(case, "cuda", config=config)
     assert [name for name, value in result.items() if not np.isnan(value.astype(np.float32)).all()] == []
     with pytest.raises(jax.errors.JaxRuntimeError, match="in vain"):

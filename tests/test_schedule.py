@@ -145,36 +145,36 @@ def test_defaults_on_one_rank_hold_all_rows(given, expected):
 
 
 @pytest.mark.parametrize(
-    "tokens, alone", [pytest.param(1024, 512, id="many rows"), pytest.param(64, 256, id="few rows")]
+    "tokens, forward", [pytest.param(1024, 512, id="many rows"), pytest.param(64, 256, id="few rows")]
 )
-def test_a_forward_pass_alone_has_twice_the_minibatch(tokens, alone):
+def test_a_forward_pass_has_twice_the_minibatch(tokens, forward):
     sizes = dict(tokens=tokens, top_k=4, experts=2, hidden=64, intermediate=2048, row_tile=128)
     assert make_dims(**sizes).minibatch == 256
-    assert make_dims(**sizes, alone=True).minibatch == alone
+    assert make_dims(**sizes, forward=True).minibatch == forward
 
 
 def test_a_macrobatch_that_is_a_default_changes_no_minibatch():
     sizes = dict(tokens=4096, top_k=2, experts=2, hidden=256, intermediate=256, row_tile=128)
-    trained, alone = make_dims(**sizes), make_dims(**sizes, alone=True)
-    assert (trained.minibatch, alone.minibatch, trained.macrobatch) == (1024, 2048, 9216)
-    given = [make_dims(**sizes, macrobatch=9216, alone=alone) for alone in (False, True)]
+    backward, forward = make_dims(**sizes), make_dims(**sizes, forward=True)
+    assert (backward.minibatch, forward.minibatch, backward.macrobatch) == (1024, 2048, 9216)
+    given = [make_dims(**sizes, macrobatch=9216, forward=forward) for forward in (False, True)]
     assert [dims.minibatch for dims in given] == [1024, 2048]
 
 
-def test_a_macrobatch_that_is_a_multiple_of_the_smaller_minibatch_alone_leaves_that_to_all_passes():
+def test_a_macrobatch_that_is_a_multiple_of_the_smaller_minibatch_alone_leaves_that_to_both_passes():
     sizes = dict(tokens=4096, top_k=2, experts=2, hidden=256, intermediate=256, row_tile=128, macrobatch=3072)
-    assert [make_dims(**sizes, alone=alone).minibatch for alone in (False, True)] == [1024, 1024]
+    assert [make_dims(**sizes, forward=forward).minibatch for forward in (False, True)] == [1024, 1024]
 
 
-def test_the_macrobatch_suits_every_pass():
+def test_the_macrobatch_suits_both_passes():
     rng = np.random.default_rng(0)
     for _ in range(300):
         tokens, hidden, intermediate, experts, top_k, ranks = (int(2**x) for x in rng.uniform(0, [14, 8, 12, 8, 4, 4]))
         sizes = dict(tokens=tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=intermediate)
         sizes |= dict(ranks=ranks, row_tile=128, macrobatch=int(rng.choice([0, 128, 1280, 4096])))
-        trained, alone = make_dims(**sizes), make_dims(**sizes, alone=True)
-        assert trained.macrobatch == alone.macrobatch, sizes
-        for dims in (trained, alone):
+        backward, forward = make_dims(**sizes), make_dims(**sizes, forward=True)
+        assert backward.macrobatch == forward.macrobatch, sizes
+        for dims in (backward, forward):
             assert dims.minibatch % 128 == dims.macrobatch % 128 == 0, sizes
             assert dims.macrobatch >= dims.capacity or dims.macrobatch % dims.minibatch == 0, sizes
 
