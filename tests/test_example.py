@@ -10,6 +10,7 @@ import sys
 
 import jax
 import pytest
+from cases import GPU
 
 SCRIPT = pathlib.Path(__file__).parent.parent / "examples" / "train_lm.py"
 TINY = "--steps=3 --batch=8 --sequence=16 --layers=2 --hidden=32 --intermediate=24 --experts=4 --validate-every=2"
@@ -186,6 +187,23 @@ def test_expert_parallel_in_one_process(data):
     assert last < first
     # Where there is a GPU the script asks for no virtual devices.
     assert re.search(rf"'host' over {{'data': {data}, 'expert': \d+}} cpu devices, 1 process", output), output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--processes=2", "--process=1"), "--processes, --process and --device need --coordinator"),
+        (("--data=0",), "--data, --tokens, --steps and --processes must be at least 1"),
+        (("--data=3",), "--data must divide the 8 devices, got 3"),
+    ],
+    ids=["no_coordinator", "zero", "indivisible"],
+)
+def test_what_expert_parallel_refuses(arguments, text):
+    if "--data=3" in arguments and GPU:
+        pytest.skip("a GPU's machine has other numbers of devices")
+    process = start(*arguments)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode != 0 and output.splitlines()[-1].endswith(text), output
 
 
 def test_expert_parallel_in_two_processes():
