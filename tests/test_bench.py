@@ -241,15 +241,37 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     return jnp.where((jnp.concatenate(came) == recv_sizes).all(), output, jnp.nan)  # both ends must agree on sizes
 
 
+def careless_products():
+    """Nothing is written behind the last expert's rows, and a gradient reads some of what stands there."""
+    products = rivals.xla_products()
+
+    def unwritten(product):
+        def run(a, b, counts):
+            result = product(a, b, counts)
+            return jnp.where(jnp.arange(len(result))[:, None] < counts.sum(), result, jnp.nan)
+
+        return run
+
+    def weight_gradient(a, b, counts):
+        return products.weight_gradient(a, b, counts) + 0 * (a.sum() + b.sum())
+
+    return rivals.Products(unwritten(products.dot), unwritten(products.dot_transposed), weight_gradient)
+
+
 @pytest.mark.parametrize(
     ("name", "routing"),
     [
-        *[(name, "uniform") for name in ("host", "host_alone", "nccl_dense", "nccl_ragged")],
-        *[(name, "skewed") for name in ("xla", "nccl_dense", "nccl_ragged")],
+        ("nccl_dense", "uniform"),
+        ("nccl_ragged", "uniform"),
+        ("nccl_dense", "skewed"),
+        ("nccl_ragged", "skewed"),
+        ("xla", "skewed"),
+        ("host_alone", "uniform"),
     ],
 )
 def test_layers_over_a_mesh_agree(name, routing, monkeypatch):
     monkeypatch.setattr(rivals.lax, "ragged_all_to_all", ragged_all_to_all)
+    monkeypatch.setattr(rivals, "best_products", careless_products)
     monkeypatch.setattr(problem, "checked_tokens", lambda shape, ranks: 48)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("expert",))
     calls = problem.make_calls(problem.make_problem(name, SMALL, CONFIG, routing, mesh))
@@ -270,9 +292,9 @@ def test_the_numbers_do_not_depend_on_the_mesh():
 def test_the_limit_of_several_devices_exchanges_nothing():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("expert",))
     call = problem.make_calls(problem.make_problem("matmul", SMALL, CONFIG, mesh=mesh))["forward+backward"]
-    text = call.func.lower(*call.args).compile().as_text()
-    assert not re.search("all-(to-all|gather|reduce)|collective-permute", text)
-    assert call()[0][0].shape == (4 * SMALL.rows, SMALL.intermediate)
+    compiled = call.func.lower(*call.args).compile()
+    assert not re.search("all-(to-all|gather|reduce)|collective-permute", compiled.as_text())
+    assert compiled(*call.args)[0][0].shape == (4 * SMALL.rows, SMALL.intermediate)
 
 
 @pytest.mark.parametrize("tensor", protocol.TENSORS)

@@ -50,7 +50,7 @@ def need(count):
 def table(dtype, way=None, axes=(("expert", 1),), **sizes):
     names, shape = zip(*axes, strict=True)
     devices = jax.devices("cuda")[: math.prod(shape)]
-    for device in devices:
+    for device in devices if len(devices) > 1 else ():
         reserve(device)
     mesh = Mesh(np.array(devices).reshape(shape), names)
     sizes = {name: SIZES[name] for name in ("tokens", "hidden", "top_k")} | sizes
