@@ -60,6 +60,20 @@ def test_the_arena_of_a_shape():
     assert cases.GPU or lines["peers"] == "there is no CUDA device here"
 
 
+def test_a_backend_that_is_not_there(monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    lines = report()
+    assert lines["devices"] == "none: JAX cannot start its backend: Unable to initialize backend 'cuda'"
+    assert "extension module" in lines and "chosen" not in lines
+
+
+def test_a_shape_beyond_all_arenas():
+    assert "must be below 2**31" in report("--tokens", "2000000000")["T 2000000000 H 4096 K 8 bfloat16"]
+
+
 def test_sizes_out_of_range(capsys):
     with pytest.raises(SystemExit):
         report("--tokens", "0")
