@@ -63,7 +63,7 @@ ON_GPUS = "matmul,cuda,cuda_alone,cuda_mxfp8,cuda_skewed,nccl_dense,nccl_ragged,
 CONFIG = ("row_tile", "minibatch", "macrobatch", "num_threads")
 # On a GPU: the process that measures a contender, and the seconds after which it is ended.
 TORCH, SLOW, JAX = "torch", "xla", "jax"
-PROCESSES = {TORCH: 180, SLOW: 60, JAX: 300, "nccl_dense": 180, "nccl_ragged": 180}
+PROCESSES = {TORCH: 180, SLOW: 120, JAX: 300, "nccl_dense": 180, "nccl_ragged": 180}
 MXFP8_BYTES = "the bytes of cuda_mxfp8"  # in `left_out`
 DENSEST = 8  # "dense" is left out where it does more than so many times the layer's work
 

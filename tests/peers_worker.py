@@ -2,13 +2,14 @@
 
 All of them may share one GPU: a program without XLA's collectives runs there. Every step of one routing compares
 values and gradients with those of virtual ranks on one device, bit for bit. What the last rank does after some
-steps is the mode: "equal" nothing else; "shapes" traces other shapes; "dies" is killed while its call runs; and in
-"order" all ranks run over a mesh whose devices stand in another order than in the table. In "equal", where each has a
-GPU of its own (MOK_GPUS), two layers beside sums by NCCL follow, many times, none awaited.
+steps is the mode: "equal" nothing else; "shapes" traces other shapes; "dies" is killed while its forward pass runs;
+and in "order" all ranks run over a mesh whose devices stand in another order than in the table. In "equal", where each
+has a GPU of its own (MOK_GPUS), two layers beside sums by NCCL follow, many times, none awaited.
 """
 
 import dataclasses
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -91,13 +92,19 @@ def check_beside_all_reduces(rank, ranks, mesh, steps):
     print(f"rank {rank}: {steps} steps beside all-reduces equal", flush=True)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def half_of_it(case, mesh, config):
+    """The forward pass that a backward pass would follow."""
+    return jax.vjp(lambda x: cases.call(case._replace(x=x), "cuda", config=config, mesh=mesh), case.x)
+
+
 def faulty(fault, last, given, mesh, config):
     """The call of the step in which something goes wrong; it may raise by itself."""
     if fault != "order":
-        results = launch(given, mesh, config=config, mesh=mesh)
-        if fault == "dies" and last:
+        if fault == "dies" and last:  # without a backward pass, which the others then miss however fast this one is
+            half_of_it(spread(given[0], mesh), mesh, config)
             os.kill(os.getpid(), signal.SIGKILL)
-        return results
+        return launch(given, mesh, config=config, mesh=mesh)
     turned = Mesh(mesh.devices[::-1], mesh.axis_names, axis_types=mesh.axis_types)
     try:
         launch(given, turned, config=config, mesh=turned)
