@@ -4,6 +4,7 @@
     python benchmarks/bench_layer.py --tokens 512 --dtype bfloat16 --contenders host,ragged_dot
     python benchmarks/bench_layer.py --json out/layer.json --png out/layer.png
     python benchmarks/bench_layer.py --shape S1                        # on a GPU, about a minute
+    python benchmarks/bench_layer.py --shape S1 --gpus 2               # expert-parallel, the shape on each of them
     python benchmarks/bench_layer.py --help
 
 Every contender gets random normal tokens, the same routing and experts of the same distribution. Before anything is
@@ -14,6 +15,10 @@ On a CPU contenders take turns (A..Z, then Z..A) and medians are compared; memor
 in one forward+backward, each T in a process of its own. On a GPU they are timed at steady power (protocol.py), JAX
 rivals, torch rivals and XLA's ragged_dot each in a process of their own, beside that process's measurement of the
 limit; memory is the device's peak in one forward+backward against the README's formula.
+
+With --gpus the mesh has one axis, of experts, every rank has a layer of the shape (so the work of a GPU stays), and
+rates are of one GPU. "matmul" runs on all at once, "cuda_alone" is "cuda" on one of them; rivals exchange rows through
+NCCL. The reference is compared with on the first tokens of each rank, 1024 in all.
 """
 
 import argparse
@@ -39,6 +44,8 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 from memory import measure_growth, measure_peak, pulled_bytes
 from problem import check_agreement, make_calls, make_problem, reference, results_to_check
 from protocol import BOUNDS, DIRECTIONS, DTYPES, LIMIT, ROUTINGS, SHAPES, Shape, both_orders, steady
@@ -46,15 +53,17 @@ from report import draw, table
 from rivals import CONTENDERS, quantize
 
 import mok_jax
+from mok_jax import distributed
 from mok_jax.moe import IMPLEMENTATIONS, why_not
 
 DEFAULT = Shape(2048, 512, 1024, 16, 2, "float32")
 ON_CPU = "matmul,cuda,host,xla,ragged_dot,dense"
 ON_GPU = "matmul,cuda,cuda_mxfp8,cuda_skewed,pallas_mgpu,tokamax,torch_tuned,torch_compile,ragged_dot"
+ON_GPUS = "matmul,cuda,cuda_alone,cuda_mxfp8,cuda_skewed,nccl_dense,nccl_ragged,xla"
 CONFIG = ("row_tile", "minibatch", "macrobatch", "num_threads")
 # On a GPU: the process that measures a contender, and the seconds after which it is ended.
 TORCH, SLOW, JAX = "torch", "xla", "jax"
-PROCESSES = {TORCH: 180, SLOW: 60, JAX: 300}
+PROCESSES = {TORCH: 180, SLOW: 60, JAX: 300, "nccl_dense": 180, "nccl_ragged": 180}
 MXFP8_BYTES = "the bytes of cuda_mxfp8"  # in `left_out`
 DENSEST = 8  # "dense" is left out where it does more than so many times the layer's work
 
@@ -63,6 +72,8 @@ def process_of(name: str) -> str:
     """Where a contender runs on a GPU: what may never finish runs alone."""
     if name.startswith("torch_"):
         return TORCH
+    if name in PROCESSES:
+        return name
     return SLOW if name in ("ragged_dot", "xla", "dense") else JAX
 
 
@@ -110,7 +121,7 @@ def run_process(process: str, names: list[str], shape: Shape, options: argparse.
         if process == TORCH:
             command = ["torch_layer.py", "--sizes", json.dumps(dataclasses.asdict(shape))]
         else:
-            sizes = dataclasses.asdict(shape) | {name: getattr(options, name) for name in CONFIG}
+            sizes = dataclasses.asdict(shape) | {name: getattr(options, name) for name in ("gpus", *CONFIG)}
             command = ["bench_layer.py", "--process", process]
             command += [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items() if value is not None]
         child = subprocess.Popen(
@@ -119,6 +130,8 @@ def run_process(process: str, names: list[str], shape: Shape, options: argparse.
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # XLA must not map memory while a GPU waits for another.
+            env=os.environ | ({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"} if options.gpus > 1 else {}),
         )
         try:
             output, _ = child.communicate(timeout=PROCESSES[process])
@@ -186,23 +199,23 @@ def by_reference(names: list[str]) -> list[str]:
 
     def key(name: str):
         contender = CONTENDERS[name]
-        return name != "cuda", contender.precision is not None, contender.routing is not None
+        return name != "cuda", contender.alone, contender.precision is not None, contender.routing is not None
 
     return sorted(names, key=key)
 
 
-def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, routing: str):
+def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, routing: str, mesh: Mesh | None = None):
     """Each contender's two passes, checked. The package must be right; a rival that fails is left out."""
     calls: dict[str, dict[str, functools.partial]] = {}
     wanted: tuple[Any, Any] = (None, None)
     for name in by_reference(names):
         contender = CONTENDERS[name]
         try:
-            passes = make_calls(make_problem(name, shape, config, routing))
-            if name == "cuda":
+            passes = make_calls(make_problem(name, shape, config, routing, mesh))
+            if name == "cuda" and mesh is None:
                 report["peak"] = measure_peak(shape, config, passes[DIRECTIONS[1]])
             if name != LIMIT:
-                asked = contender.routing or routing, contender.precision
+                asked = contender.routing or routing, contender.precision, None if contender.alone else mesh
                 if wanted[0] != asked:
                     wanted = asked, reference(shape, config, *asked)
                 results = results_to_check(shape, passes[DIRECTIONS[1]])
@@ -218,7 +231,13 @@ def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, rout
 
 def measure_here(report: dict[str, Any], names: list[str], shape: Shape, config, options: argparse.Namespace) -> None:
     """Checks and times the contenders in this process."""
-    calls = prepare(report, names, shape, config, options.routing)
+    mesh = None
+    if options.gpus > 1:
+        mesh = Mesh(np.array(jax.devices()[: options.gpus]), ("expert",))
+        if any(name.startswith("cuda") for name in names):  # their arenas, before anything runs
+            sizes = dict(tokens=shape.tokens, hidden=shape.hidden, top_k=shape.top_k, dtype=shape.dtype)
+            distributed.initialize(mesh, **sizes)
+    calls = prepare(report, names, shape, config, options.routing, mesh)
     for direction in DIRECTIONS:
         passes = {name: calls[name][direction] for name in calls}
         if jax.default_backend() == "cpu":
@@ -256,7 +275,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Shape, mok_j
         parser.add_argument(f"--{field.name.replace('_', '-')}", help=f"default without --shape: {default}", **kind)
     for name in CONFIG:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="MoKConfig's field of that name")
-    parser.add_argument("--contenders", help=f"those that run, and their order; default: {ON_CPU}; GPU: {ON_GPU}")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks of an expert axis, a layer on each")
+    text = f"those that run, and their order; default: {ON_CPU}; GPU: {ON_GPU}; several: {ON_GPUS}"
+    parser.add_argument("--contenders", help=text)
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform", help="of all contenders but cuda_skewed")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="CPU: rounds, A..Z and Z..A in each")
     parser.add_argument(
@@ -270,19 +291,22 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Shape, mok_j
         base = SHAPES[options.shape] if options.shape else DEFAULT
         given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Shape)}
         shape = dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
-        for name, size in (*dataclasses.asdict(shape).items(), ("repeats", options.repeats)):
+        given = dict(repeats=options.repeats, gpus=options.gpus)
+        for name, size in (dataclasses.asdict(shape) | given).items():
             if isinstance(size, int) and size < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
         if shape.top_k > shape.experts:
             raise ValueError(f"--top-k must be at most --experts {shape.experts}, got {shape.top_k}")
+        if options.gpus > jax.device_count():
+            raise ValueError(f"--gpus must be at most the {jax.device_count()} devices here, got {options.gpus}")
         config = mok_jax.MoKConfig(**{name: getattr(options, name) for name in CONFIG})
-        default = ON_CPU if jax.default_backend() == "cpu" else ON_GPU
-        named = _names("--contenders", options.contenders or default, shape)
+        default = ON_CPU if jax.default_backend() == "cpu" else ON_GPU if options.gpus == 1 else ON_GPUS
+        named = _names("--contenders", options.contenders or default, shape, options)
         options.contenders = [name for name, reason in named.items() if reason is None]
         options.left_out = {name: reason for name, reason in named.items() if reason is not None}
-        named = _names("--memory", options.memory, shape)
+        named = _names("--memory", options.memory, shape, options)
         on_cpu = jax.default_backend() == "cpu"
-        options.memory = [name for name, reason in named.items() if on_cpu and reason is None]
+        options.memory = [name for name, reason in named.items() if on_cpu and options.gpus == 1 and reason is None]
     except ValueError as error:
         parser.exit(2, f"bench_layer: {error}\n")
     return options, shape, config
@@ -292,24 +316,32 @@ def _describe_shapes() -> str:
     return "; ".join(f"{name} {', '.join(map(str, dataclasses.astuple(shape)))}" for name, shape in SHAPES.items())
 
 
-def _names(flag: str, text: str, shape: Shape) -> dict[str, str | None]:
+def _names(flag: str, text: str, shape: Shape, options: argparse.Namespace) -> dict[str, str | None]:
     """The named contenders, each with why it cannot run here, or None where it can."""
     names = [name for name in text.split(",") if name]
     known = [*CONTENDERS, "torch_tuned", "torch_compile"]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"{flag} must name some of {', '.join(known)}, got {unknown[0]!r}")
-    return {name: _why_not(name, shape) for name in names}
+    return {name: _why_not(name, shape, options) for name in names}
 
 
-def _why_not(name: str, shape: Shape) -> str | None:
+def _why_not(name: str, shape: Shape, options: argparse.Namespace) -> str | None:
+    if options.gpus > 1 and not (name in CONTENDERS and CONTENDERS[name].several):
+        return "it runs on one GPU; nccl_dense and nccl_ragged are for several"
+    if options.gpus == 1 and (name.startswith("nccl_") or CONTENDERS.get(name, CONTENDERS[LIMIT]).alone):
+        return "it needs --gpus 2 or more"
+    if name.startswith("nccl_") and options.routing != "uniform":
+        return "it has room for uniform routing only"
+    if name == "nccl_ragged" and jax.default_backend() == "cpu":
+        return "XLA has no ragged_all_to_all on a CPU"
     if name == "dense" and shape.experts > DENSEST * shape.top_k:
         return f"it does {shape.experts / shape.top_k:g} times the layer's work, more than {DENSEST} times"
     if name.startswith(("torch_", "pallas_", "tokamax")) and jax.default_backend() == "cpu":
         return "it needs a GPU"
     if name == "cuda_mxfp8" and shape.dtype != "bfloat16":
         return "it needs --dtype bfloat16"
-    implementation = name.removesuffix("_skewed").removesuffix("_mxfp8")
+    implementation = name.split("_")[0]
     return why_not(implementation) if implementation in IMPLEMENTATIONS else None
 
 
@@ -333,6 +365,7 @@ def main(arguments: list[str] | None = None) -> None:
     report: dict[str, Any] = {
         "machine": machine(),
         "shape": dataclasses.asdict(shape),
+        "gpus": options.gpus,
         "routing": options.routing,
         "forward_flops": shape.forward_flops,
         "config": dataclasses.asdict(config),
@@ -346,7 +379,7 @@ def main(arguments: list[str] | None = None) -> None:
     if jax.default_backend() == "cpu" or options.process:
         measure_here(report, options.contenders, shape, config, options)
         add_rates(report, shape)
-        if "cuda_mxfp8" in report[DIRECTIONS[0]]:
+        if "cuda_mxfp8" in report[DIRECTIONS[0]] and options.gpus == 1:
             measure_mxfp8(report, shape, config, functools.partial(save, report, options.json))
     else:
         for process in PROCESSES:
@@ -360,7 +393,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.png:
         draw(options.png, report)
     print(table(report))
-    failed = {"cuda", "cuda_mxfp8", "cuda_skewed", MXFP8_BYTES} & (report["left_out"].keys() - options.left_out.keys())
+    package = {name for name, contender in CONTENDERS.items() if contender.of_package and name.startswith("cuda")}
+    failed = (package | {MXFP8_BYTES}) & (report["left_out"].keys() - options.left_out.keys())
     if failed:
         sys.exit(f"bench_layer: {', '.join(sorted(failed))} failed")
 

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from protocol import BOUNDS, CHECKED_TOKENS, DIRECTIONS, LIMIT, TENSORS, Shape, route
-from rivals import CONTENDERS, quantize
+from rivals import CONTENDERS, on_each, quantize
 
 import mok_jax
 
@@ -23,55 +25,76 @@ class Problem(NamedTuple):
     d_y: Any
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _normal(key, sizes, scale, dtype):
-    """A row block (an expert, a token) at a time, lest its float32 be the peak of the process's memory."""
-    keys = jax.random.split(key, sizes[0])
-    return jax.lax.map(
-        lambda key: (jax.random.normal(key, sizes[1:], jnp.float32) * scale).astype(dtype),
-        keys,
-        batch_size=max(1, min(sizes[0], 2**24 // math.prod(sizes[1:]))),
-    )
+# Over a mesh every rank has a layer of the shape: `ranks` times the tokens and experts, split along the first axis.
 
 
-@functools.lru_cache(maxsize=1)
-def _tensors(shape: Shape) -> list[jax.Array]:
+def ranks_of(mesh: Mesh | None) -> int:
+    return 1 if mesh is None else mesh.size
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _normal(key, sizes, scale, dtype, mesh=None):
+    """A row block (an expert, a token) at a time, lest its float32 be the peak of the process's memory. The numbers do
+    not depend on the mesh."""
+    batch = max(1, min(sizes[0] // ranks_of(mesh), 2**24 // math.prod(sizes[1:])))
+
+    def rows(keys):
+        return jax.lax.map(
+            lambda key: (jax.random.normal(key, sizes[1:], jnp.float32) * scale).astype(dtype), keys, batch_size=batch
+        )
+
+    return on_each(mesh, rows)(jax.random.split(key, sizes[0]))
+
+
+@functools.lru_cache(maxsize=2)
+def _tensors(shape: Shape, mesh: Mesh | None) -> list[jax.Array]:
     """x, dy, gate, up and down, the same ones for every contender: N(0, 1) tokens, 1/sqrt(fan-in) weights."""
-    tokens, hidden, width, experts = shape.tokens, shape.hidden, shape.intermediate, shape.experts
+    tokens, experts = ranks_of(mesh) * shape.tokens, ranks_of(mesh) * shape.experts
+    hidden, width = shape.hidden, shape.intermediate
     keys = jax.random.split(jax.random.key(0), 5)
     sizes = [(tokens, hidden)] * 2 + [(experts, hidden, width)] * 2 + [(experts, width, hidden)]
     scales = [1.0, 1.0, hidden**-0.5, hidden**-0.5, width**-0.5]
-    return [_normal(*each, shape.dtype) for each in zip(keys, sizes, scales, strict=True)]
+    return [_normal(*each, shape.dtype, mesh) for each in zip(keys, sizes, scales, strict=True)]
 
 
-@functools.lru_cache(maxsize=1)
-def _gate_up(shape: Shape) -> jax.Array:
-    return jnp.concatenate(_tensors(shape)[2:4], axis=2)
+@functools.lru_cache(maxsize=2)
+def _gate_up(shape: Shape, mesh: Mesh | None) -> jax.Array:
+    return jnp.concatenate(_tensors(shape, mesh)[2:4], axis=2)
 
 
-def make_problem(name: str, shape: Shape, config: mok_jax.MoKConfig, routing: str = "uniform") -> Problem:
-    """The contender on the random layer that all of them get."""
+def make_problem(
+    name: str, shape: Shape, config: mok_jax.MoKConfig, routing: str = "uniform", mesh: Mesh | None = None
+) -> Problem:
+    """The contender on the random layer that all of them get; over a mesh each rank has one of the shape."""
     contender = CONTENDERS[name]
-    function = contender.make(config)
+    mesh = None if contender.alone else mesh
+    function = contender.make(config, mesh)
     if name == LIMIT:
-        return Problem(function, jnp.zeros(()), *_limit(shape))
-    ids, router_weights = route(shape, contender.routing or routing)
-    x, d_y, gate, up, down = _tensors(shape)
-    weights = (_gate_up(shape), down) if contender.gate_up else (gate, up, down)
-    fixed = jnp.asarray(ids)
-    if contender.precision is not None:
-        fixed = fixed, quantize(weights)
-    return Problem(function, fixed, (x, jnp.asarray(router_weights), *weights), d_y)
+        return Problem(function, spread(jnp.zeros(ranks_of(mesh)), mesh), *_limit(shape, mesh))
+    whole = dataclasses.replace(shape, tokens=ranks_of(mesh) * shape.tokens, experts=ranks_of(mesh) * shape.experts)
+    ids, router_weights = (spread(jnp.asarray(a), mesh) for a in route(whole, contender.routing or routing))
+    x, d_y, gate, up, down = _tensors(shape, mesh)
+    weights = (_gate_up(shape, mesh), down) if contender.gate_up else (gate, up, down)
+    fixed = ids if contender.precision is None else (ids, quantize(weights))
+    return Problem(function, fixed, (x, router_weights, *weights), d_y)
 
 
-def _limit(shape: Shape) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+def spread(array, mesh: Mesh | None):
+    """Split over the mesh along the first axis."""
+    return array if mesh is None else jax.device_put(array, NamedSharding(mesh, P(mesh.axis_names)))
+
+
+def _limit(shape: Shape, mesh: Mesh | None) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Arguments and cotangents of `matmuls`; on a GPU gate and up are one product, which is the faster."""
     rows, hidden, width = shape.rows, shape.hidden, shape.intermediate
     firsts = [width, width] if jax.default_backend() == "cpu" else [2 * width]
     sizes = [(rows, hidden), (rows, width), *((hidden, n) for n in firsts), (width, hidden)]
     cotangents = [*((rows, n) for n in firsts), (rows, hidden)]
     keys = jax.random.split(jax.random.key(1), len(sizes) + len(cotangents))
-    arrays = [_normal(key, size, 1.0, shape.dtype) for key, size in zip(keys, sizes + cotangents, strict=True)]
+    arrays = [
+        _normal(key, (ranks_of(mesh) * size[0], size[1]), 1.0, shape.dtype, mesh)
+        for key, size in zip(keys, sizes + cotangents, strict=True)
+    ]
     return tuple(arrays[: len(sizes)]), tuple(arrays[len(sizes) :])
 
 
@@ -97,41 +120,57 @@ def make_calls(problem: Problem) -> dict[str, functools.partial]:
 # ---- agreement ----
 
 
-def checked_tokens(shape: Shape) -> int:
-    """How many tokens the reference computes: on a GPU it would take too long and too much memory for all."""
-    return shape.tokens if jax.default_backend() == "cpu" else min(shape.tokens, CHECKED_TOKENS)
+def checked_tokens(shape: Shape, ranks: int = 1) -> int:
+    """How many tokens of each rank the reference computes: on a GPU it would take too long and too much memory for
+    all."""
+    return shape.tokens if jax.default_backend() == "cpu" else min(shape.tokens, CHECKED_TOKENS // ranks)
 
 
 @functools.lru_cache(maxsize=1)
-def _reference(config: mok_jax.MoKConfig):
+def _reference(config: mok_jax.MoKConfig, mesh: Mesh | None):
     """Compiled once, for both routings."""
-    return jax.jit(_both(CONTENDERS["reference"].make(config)))
+    return jax.jit(_both(CONTENDERS["reference"].make(config, mesh)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _firsts(array, ranks, few):
+    """The first `few` of each rank's tokens."""
+    return array.reshape(ranks, -1, *array.shape[1:])[:, :few].reshape(ranks * few, *array.shape[1:])
 
 
 def reference(
-    shape: Shape, config: mok_jax.MoKConfig, routing: str, precision: str | None = None
+    shape: Shape,
+    config: mok_jax.MoKConfig,
+    routing: str,
+    precision: str | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, ...]:
-    """y and all gradients of the package's reference for the first of the tokens."""
-    config = dataclasses.replace(config, precision=precision)
-    few = checked_tokens(shape)
-    _, ids, (x, router_weights, *weights), d_y = make_problem("reference", shape, config, routing)
-    return _reference(config)(ids[:few], (x[:few], router_weights[:few], *weights), d_y[:few])
+    """y and all gradients of the package's reference for the first of each rank's tokens."""
+    config, ranks = dataclasses.replace(config, precision=precision), ranks_of(mesh)
+    _, ids, (x, router_weights, *weights), d_y = make_problem("reference", shape, config, routing, mesh)
+    few = checked_tokens(shape, ranks)
+    ids, x, router_weights, d_y = (spread(_firsts(a, ranks, few), mesh) for a in (ids, x, router_weights, d_y))
+    return _reference(config, mesh)(ids, (x, router_weights, *weights), d_y)
 
 
 def results_to_check(shape: Shape, call: functools.partial) -> list[jax.Array]:
     """What the very program that is timed returns, with dy of the other tokens zero: they give no gradient."""
     ids, arguments, d_y = call.args
-    d_few = jnp.where(jnp.arange(shape.tokens)[:, None] < checked_tokens(shape), d_y, 0).astype(d_y.dtype)
+    ranks = len(d_y) // shape.tokens
+    checked = jnp.arange(len(d_y)) % shape.tokens < checked_tokens(shape, ranks)
+    d_few = jax.device_put(jnp.where(checked[:, None], d_y, 0).astype(d_y.dtype), d_y.sharding)
     y, d_x, d_router, *d_weights = call.func(ids, arguments, d_few)
     if len(d_weights) == 2:
         d_weights[:1] = jnp.split(d_weights[0], 2, axis=2)
     return [y, d_x, d_router, *d_weights]
 
 
-@jax.jit
-def _relative_error(value, wanted):
+@functools.partial(jax.jit, static_argnums=2)
+def _relative_error(value, wanted, ranks):
     finite = jnp.isfinite(value).all()  # of all tokens; XLA's maximum may overlook a NaN
-    value, wanted = value[: wanted.shape[0]].astype(jnp.float32), wanted.astype(jnp.float32)
+    if wanted.ndim == 2:  # of tokens
+        value = _firsts(value, ranks, len(wanted) // ranks)
+    value, wanted = value.astype(jnp.float32), wanted.astype(jnp.float32)
     axes = tuple(range(1, wanted.ndim)) if wanted.ndim == 3 else None  # an expert's gradient by itself
     difference = jnp.abs(value - wanted).max(axis=axes)
     size = jnp.abs(wanted).max(axis=axes)
@@ -145,7 +184,7 @@ def check_agreement(name: str, shape: Shape, results, wanted, precision: str | N
     where NaN always is."""
     errors, precision = {}, precision or shape.dtype
     for tensor, value, exact in zip(TENSORS, results, wanted, strict=True):
-        errors[tensor] = float(_relative_error(value, exact))
+        errors[tensor] = float(_relative_error(value, exact, len(results[0]) // shape.tokens))
         if not errors[tensor] <= BOUNDS[precision]:
             raise ValueError(
                 f"{name}: {tensor} must be within {BOUNDS[precision]} of the reference in {precision}, "

@@ -4,6 +4,7 @@ import pathlib
 from typing import Any
 
 from protocol import DIRECTIONS, LIMIT
+from rivals import NCCL
 
 from mok_jax.moe import IMPLEMENTATIONS
 
@@ -15,6 +16,8 @@ def table(report: dict[str, Any]) -> str:
     """The short table that ends a run."""
     shape, machine = report["shape"], report["machine"]
     place = machine["device"] if machine["platform"] != "cpu" else "{cores} cores of {cpu}".format(**machine)
+    if report["gpus"] > 1:
+        place = f"on each of {report['gpus']} ranks; {place}"
     lines = [
         "T {tokens}, H {hidden}, I {intermediate}, E {experts}, K {top_k}, {dtype}, ".format(**shape)
         + f"{report['routing']} routing; {place}, jax {machine['jax']}, {machine['date']}"
@@ -25,6 +28,7 @@ def table(report: dict[str, Any]) -> str:
     if report["mxfp8"]:
         lines += _mxfp8(report["mxfp8"])
     lines += _rates(report) if machine["platform"] != "cpu" else _ratios(report)
+    lines += _scaling(report)
     lines += [f"{name} left out: {reason}" for name, reason in report["left_out"].items()]
     return "\n".join(lines)
 
@@ -89,6 +93,39 @@ def _rates(report: dict[str, Any]) -> list[str]:
     if "cuda_skewed" in report[DIRECTIONS[0]] and "cuda" in report[DIRECTIONS[0]]:
         costs = [report[d]["cuda_skewed"]["median_ms"] / report[d]["cuda"]["median_ms"] for d in DIRECTIONS]
         lines.append(f"skewed routing costs cuda {costs[0] - 1:+.1%} forward, {costs[1] - 1:+.1%} forward+backward")
+    return lines
+
+
+def _scaling(report: dict[str, Any]) -> list[str]:
+    """The package over several GPUs against itself on one, and against what goes through NCCL."""
+    milliseconds = {
+        name: [report[direction][name]["median_ms"] for direction in DIRECTIONS] for name in report[DIRECTIONS[0]]
+    }
+    package = next((name for name in ("cuda", "host") if name in milliseconds), None)
+    if report["gpus"] == 1 or package is None:
+        return []
+    lines, mine = [], milliseconds[package]
+    if f"{package}_alone" in milliseconds:
+        shares = [alone / ms for alone, ms in zip(milliseconds[f"{package}_alone"], mine, strict=True)]
+        lines.append(
+            f"R = {report['gpus']} has {shares[0]:.1%} of one GPU's TFLOP/s a GPU forward, {shares[1]:.1%} "
+            "forward+backward"
+        )
+    rivals = [name for name in NCCL if name in milliseconds]
+    if rivals:
+        # Backward alone is the difference.
+        times = {name: [*milliseconds[name], milliseconds[name][1] - milliseconds[name][0]] for name in rivals}
+        best = [min(rivals, key=lambda name, i=i: times[name][i]) for i in range(3)]
+        ratios = [
+            times[name][i] / ms for i, (name, ms) in enumerate(zip(best, [*mine, mine[1] - mine[0]], strict=True))
+        ]
+        lines.append(
+            "times the speed of the best layer over NCCL: "
+            + ", ".join(
+                f"{ratio:.2f} {direction} ({name})"
+                for ratio, direction, name in zip(ratios, (*DIRECTIONS, "backward alone"), best, strict=True)
+            )
+        )
     return lines
 
 

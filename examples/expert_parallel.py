@@ -15,9 +15,11 @@ Every process runs the same program. What differs is `jax.distributed.initialize
 
 import argparse
 import os
+import sys
 
 if not any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/nvidiactl")):
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    devices = 8 if not any(argument.startswith("--coordinator") for argument in sys.argv) else 1
+    os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +44,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--process", type=int, default=0, help="this one's number")
     # Not by CUDA_VISIBLE_DEVICES, which would hide the peers' GPUs from CUDA.
     parser.add_argument("--device", type=int, help="the one GPU of this machine that this process takes; else all")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.coordinator is None and (options.processes, options.process, options.device) != (1, 0, None):
+        parser.error("--processes, --process and --device need --coordinator")
+    if min(options.data, options.tokens, options.steps, options.processes) < 1:
+        parser.error("--data, --tokens, --steps and --processes must be at least 1")
+    return options
 
 
 def batches(mesh, tokens: int, steps: int):
@@ -69,6 +76,8 @@ def main() -> None:
             local_device_ids=None if options.device is None else [options.device],
             heartbeat_timeout_seconds=30,
         )
+    if jax.device_count() % options.data:
+        raise SystemExit(f"--data must divide the {jax.device_count()} devices, got {options.data}")
     ranks = jax.device_count() // options.data
     mesh = jax.make_mesh((options.data, ranks), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
     if mesh.devices.flat[0].platform == "gpu" and ranks > 1:

@@ -78,6 +78,9 @@ inline void DefinePlanning(py::module_& module, const Target& target) {
         return LayOutRing(p, pass, p.tiles, storage_bytes, wide_bytes, nullptr, &ring);
       },
       py::arg("dims"), py::arg("pass_"), py::arg("storage_bytes"), py::arg("wide_bytes"));
+  module.def(
+      "arena_bytes", [](const Plan& p, int64_t storage_bytes) { return LayOutArena(p, storage_bytes).total; },
+      py::arg("dims"), py::arg("storage_bytes"));
 }
 
 }  // namespace mok

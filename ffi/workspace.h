@@ -1,5 +1,5 @@
 // Sizes that follow from the caller's sizes: capacity, default minibatch and macrobatch, and where each
-// ring buffer lies in the call's scratch. The one place that computes them, for Python too.
+// buffer lies in the call's scratch and in the peers' arenas. The one place that computes them, for Python too.
 #ifndef MOK_WORKSPACE_H_
 #define MOK_WORKSPACE_H_
 
@@ -109,6 +109,32 @@ inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, i
   ring->control = static_cast<int32_t*>(take(true, kControlWords, sizeof(int32_t)));
   ring->schedule_scratch = static_cast<int32_t*>(take(!backward, ScheduleScratch(d), sizeof(int32_t)));
   return used;
+}
+
+// What peers exchange lies in arenas, behind a control block: see cuda/arena.h.
+inline constexpr int64_t kArenaControlBytes = 16384;
+
+// Offsets in an arena, the same on every rank and for MXFP8, whose rows of x and dy are smaller unless H < 48:
+// 16 KiB, 2 T H s, 8 T K, T K (H s + 4), each part rounded up to 256 bytes; s: bytes of an element of x.
+struct ArenaLayout {
+  int64_t x, d_y, router_weights, ids, returned, returned_d_weights, total;
+};
+inline ArenaLayout LayOutArena(const Dims& d, int64_t storage_bytes) {
+  ArenaLayout at{};
+  at.total = kArenaControlBytes;
+  const auto take = [&at](int64_t bytes) {
+    const int64_t begin = at.total;
+    at.total += RoundUp(bytes, 256);
+    return begin;
+  };
+  const int64_t row_bytes = Max(d.hidden * storage_bytes, MxRowBytes(d.hidden));
+  at.x = take(d.tokens * row_bytes);
+  at.d_y = take(d.tokens * row_bytes);
+  at.router_weights = take(d.Routes() * 4);
+  at.ids = take(d.Routes() * 4);
+  at.returned = take(d.Routes() * d.hidden * storage_bytes);
+  at.returned_d_weights = take(d.Routes() * 4);
+  return at;
 }
 
 }  // namespace mok

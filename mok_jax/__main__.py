@@ -27,10 +27,23 @@ def lines(tokens: int, hidden: int, top_k: int, dtype: str) -> Iterator[tuple[st
         yield package, _version(package)
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "platform", platform.platform()
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # what JAX_PLATFORMS names is not there
+        yield "devices", f"none: JAX cannot start its backend: {str(error) or repr(error)}"
+    else:
+        yield from _choice(devices)
+        yield from _peers(tokens, hidden, top_k, dtype)
+    yield from ops.describe().items()
+    yield TIMEOUT_VARIABLE, _timeout()
+    for variable in VARIABLES:
+        yield variable, os.environ.get(variable, "not set")
+
+
+def _choice(devices: list[jax.Device]) -> Iterator[tuple[str, str]]:
+    """The devices, and what runs on them."""
     kinds = sorted({device.device_kind for device in devices})
     yield "devices", f"{len(devices)} {jax.default_backend()} ({', '.join(kinds)}), {jax.process_count()} process(es)"
-    yield from ops.describe().items()
     for name in IMPLEMENTATIONS:
         reason = why_not(name)
         yield f'"{name}"', "yes" if reason is None else f"no: {reason}"
@@ -41,27 +54,27 @@ def lines(tokens: int, hidden: int, top_k: int, dtype: str) -> Iterator[tuple[st
         better = [(name, why_not(name, mesh, len(devices))) for name in IMPLEMENTATIONS]
         reasons = [f'not "{name}": {reason}' for name, reason in better[: IMPLEMENTATIONS.index(chosen)]]
         yield f"over {len(devices)} devices", "; ".join([f'"{chosen}"', *reasons])
-    yield from _peers(tokens, hidden, top_k, dtype)
-    yield TIMEOUT_VARIABLE, _timeout()
-    for variable in VARIABLES:
-        yield variable, os.environ.get(variable, "not set")
 
 
 def _peers(tokens: int, hidden: int, top_k: int, dtype: str) -> Iterator[tuple[str, str]]:
     """How GPUs would reach each other, and what it takes."""
     yield "arena", f"{distributed.FORMULA}, for T tokens of a device, hidden H, top_k K"
+    shape = f"T {tokens} H {hidden} K {top_k} {dtype}"
     try:
         size = distributed.arena_bytes(tokens, hidden, top_k, dtype)
+        yield shape, f"{size} bytes, {size / 2**20:.1f} MiB"
+    except ValueError as error:
+        yield shape, str(error)
+    try:
+        jax.local_devices(backend="cuda")
+        ways = distributed.probe()
     except ImportError as error:
         yield "peers", str(error)
         return
-    yield f"T {tokens} H {hidden} K {top_k} {dtype}", f"{size} bytes, {size / 2**20:.1f} MiB"
-    try:
-        jax.local_devices(backend="cuda")
     except RuntimeError:
         yield "peers", "there is no CUDA device here"
         return
-    for way, reason in distributed.probe().items():
+    for way, reason in ways.items():
         yield f"peers by {way}", "yes" if reason is None else f"no: {reason}"
     for table in distributed.tables():
         yield f"table {table.id}", f"{table.way} over {dict(table.shape)}, arenas of {table.bytes} bytes"

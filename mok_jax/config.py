@@ -90,6 +90,9 @@ class MoKConfig:
         if self.virtual_ranks is None:
             raise TypeError("MoKConfig: virtual_ranks must be an integer >= 1, got None")
         _check_integer("virtual_ranks", self.virtual_ranks, "an integer >= 1", lambda v: v >= 1)
+        for field in dataclasses.fields(self):  # NumPy's integers overflow
+            if isinstance(getattr(self, field.name), np.integer):
+                object.__setattr__(self, field.name, int(getattr(self, field.name)))
         for name in ("save_context", "portable", "collective_stream"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"MoKConfig: {name} must be True or False, got {getattr(self, name)!r}")
@@ -128,7 +131,11 @@ def _check_number(name, value, requirement, holds):
         return
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"MoKConfig: {name} must be {requirement}, got {value!r}")
-    if not (math.isfinite(value) and holds(value)):
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        finite = False
+    if not (finite and holds(value)):
         raise ValueError(f"MoKConfig: {name} must be {requirement}, got {value!r}")
 
 

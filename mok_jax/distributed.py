@@ -2,6 +2,17 @@
 
 `initialize` is called once on every process alike, before anything compiles; where one process holds all
 devices of the mesh, `moe` does it itself. A call then only names its table (ffi/cuda/arena.h).
+
+What the two barriers of a call compare is what the call is (direction, dtype, sizes, `swiglu_limit`) and how many calls
+the rank has refused, not which layer it is of. So ranks that call two layers of equal sizes in another order, or of
+which one skips a call or runs out of memory before it, are noticed only when unlike calls meet, or none comes; until
+then the results are wrong. Where one rank alone refuses a call (an earlier fault that it learnt of sooner) the others
+wait for its next one, or for `barrier_timeout`, and the group is given up.
+
+A process that dies is also noticed by `jax.distributed` itself, which aborts the others once
+`heartbeat_timeout_seconds` (of its `initialize`; 100 by default) have passed: set `barrier_timeout` below that, or that
+above it, for mok_jax to name the ranks first. The survivors' exit code is then that of an abort (134), since
+`jax.distributed`'s own shutdown waits `shutdown_timeout_seconds` in vain.
 """
 
 import atexit
@@ -26,6 +37,8 @@ from mok_jax import ops
 from mok_jax.config import MoKConfig
 from mok_jax.placement import DEFAULT_EXPERT_AXIS
 
+__all__ = ["WAYS", "Table", "arena_bytes", "finalize", "initialize", "probe", "tables"]
+
 WAYS = ("pointers", "ipc", "fabric", "nccl")
 """How a rank reaches its peers' arenas: raw pointers where one process holds the whole mesh; between processes, in the
 order in which they are tried, CUDA IPC handles on one machine, fabric handles in one NVLink domain, and a window of
@@ -36,9 +49,8 @@ NCCL's over the communicator that XLA lends (jaxlib 0.11.2 or newer)."""
 class Table:
     """One mesh's peers.
 
-    id: the same on every process, never 0, and the same again after `finalize` and an `initialize` with the same
-    arguments but for the way, since compiled programs hold it. key: of this table alone, in the store. bytes: of each
-    arena.
+    id: the same on every process, never 0, and the same again where the arenas are made anew for the same mesh and
+    axis, since compiled programs hold it. key: of this table alone, in the store. bytes: of each arena.
     """
 
     id: int
@@ -55,7 +67,7 @@ class Table:
 
     @property
     def ranks(self) -> int:
-        return dict(self.shape).get(self.expert_axis, 1)
+        return dict(self.shape)[self.expert_axis]
 
 
 _tables: list[Table] = []
@@ -76,33 +88,43 @@ def initialize(
 ) -> Table:
     """Makes the arenas of a mesh and maps those of its peers. On every process of the mesh, in the same order.
 
+    Where the mesh has arenas that are too small, larger ones take their place, also for what is compiled: when no
+    call that uses them is under way in another thread.
+
     Args:
       mesh: a concrete mesh of CUDA devices, at most 72 along the expert axis.
       tokens: the most tokens that one rank passes to `moe`; likewise `hidden` and `top_k`. An arena takes
         `arena_bytes` of them.
-      dtype: of x.
-      expert_axis: the axis along which ranks exchange rows; a mesh without it has groups of one.
+      dtype: of x, bfloat16 or float32.
+      expert_axis: the axis of the mesh along which ranks exchange rows.
       way: one of WAYS, None for the first that can be.
       timeout: seconds to wait for the other processes.
 
     Returns:
-      The table, which `moe` finds by the mesh; the one that is there already, for the same arguments.
+      The table, which `moe` finds by the mesh; the one that is there already, where its arenas are large enough.
 
     Raises:
-      TypeError, ValueError: a mesh without CUDA devices, sizes out of range, an unknown way, or another one than that
-        of the like table in force.
+      TypeError, ValueError: a mesh without CUDA devices or without the axis, another dtype, sizes out of range, an
+        unknown way, or another one than that of the table in force.
       RuntimeError: some process cannot reach a peer, or did not come; with the reason, on every process.
     """
     if not isinstance(mesh, Mesh) or mesh.empty:
         raise TypeError(f"distributed.initialize: mesh must be a concrete jax.sharding.Mesh, got {mesh!r}")
-    if way is not None and way not in WAYS:
+    if way is not None and not (isinstance(way, str) and way in WAYS):
         raise ValueError(f"distributed.initialize: way must be one of {WAYS} or None, got {way!r}")
-    for name, value in dict(tokens=tokens, hidden=hidden, top_k=top_k).items():
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"distributed.initialize: {name} must be an integer >= 1, got {value!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
+        raise ValueError(f"distributed.initialize: timeout must be seconds > 0 and below 1e6, got {timeout!r}")
+    _check_sizes("distributed.initialize", tokens, hidden, top_k, dtype)
+    if expert_axis not in mesh.axis_names:
+        raise ValueError(
+            f"distributed.initialize: expert_axis must name an axis of the mesh {mesh.axis_names}, got {expert_axis!r}"
+        )
     platforms = sorted({device.platform for device in mesh.devices.flat})
     if platforms not in (["gpu"], ["cuda"]):
-        raise ValueError(f"distributed.initialize: mesh must have CUDA devices, these are {', '.join(platforms)}")
+        raise ValueError(
+            f"distributed.initialize: mesh must have CUDA devices, these are {', '.join(platforms)}, which need no "
+            "arenas; leave the call out"
+        )
     groups = groups_of(mesh, expert_axis)
     module = ops.cuda()
     if groups.shape[1] > module.MAX_RANKS:
@@ -110,7 +132,7 @@ def initialize(
             f"distributed.initialize: the expert axis {expert_axis!r} must have at most {module.MAX_RANKS} devices, as "
             f"one NVLink domain has, got {groups.shape[1]}; put a data axis across domains"
         )
-    size = arena_bytes(tokens, hidden, top_k, dtype, groups.shape[1])
+    size = arena_bytes(tokens, hidden, top_k, dtype)
     with _lock:
         table = _build(module, mesh, groups, expert_axis, size, way, timeout)
         if table not in _tables:
@@ -122,43 +144,65 @@ def initialize(
 FORMULA = "16 KiB + 2 T H s + 8 T K + T K (H s + 4) bytes, s bytes an element of x, each part rounded up to 256"
 
 
-def arena_bytes(tokens: int, hidden: int, top_k: int, dtype: Any = jnp.bfloat16, ranks: int = 1) -> int:
+def arena_bytes(tokens: int, hidden: int, top_k: int, dtype: Any = jnp.bfloat16) -> int:
     """Bytes of one rank's arena: x, dy, router weights and ids staged, and the window into which peers push rows.
 
     It does not depend on the number of ranks, the experts, or their width; `FORMULA` says it in words.
+
+    Raises:
+      TypeError: a dtype other than bfloat16 and float32.
+      ValueError: sizes that are no integers of at least 1, or tokens * top_k of 2**31 and more.
     """
+    _check_sizes("distributed.arena_bytes", tokens, hidden, top_k, dtype)
     dims = ops.Dims(
         tokens=tokens,
         hidden=hidden,
         intermediate=16,
         shared_intermediate=0,
         local_experts=1,
-        ranks=ranks,
+        ranks=1,
         top_k=top_k,
         dtype=jnp.dtype(dtype),
         config=MoKConfig(),
-        implementation="cuda",
-        gpu=ops.Gpu((9, 0), None),
-        table=1,
     )
     return dims.arena_bytes()
 
 
+def _check_sizes(who: str, tokens, hidden, top_k, dtype) -> None:
+    for name, value in dict(tokens=tokens, hidden=hidden, top_k=top_k).items():
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 1 <= value < 2**31:
+            raise ValueError(f"{who}: {name} must be an integer >= 1 and below 2**31, got {value!r}")
+    if tokens * top_k >= 2**31 or tokens * top_k * hidden >= 2**58:
+        raise ValueError(
+            f"{who}: tokens * top_k must be below 2**31, and times hidden below 2**58, "
+            f"got {tokens}, {top_k} and {hidden}"
+        )
+    try:
+        known = jnp.dtype(dtype).name in ("bfloat16", "float32")
+    except TypeError:
+        known = False
+    if not known:
+        raise TypeError(f"{who}: dtype must be bfloat16 or float32, that of x, got {dtype!r}")
+
+
 def finalize() -> None:
     """Gives every arena back. On every process of their meshes alike, when no call that uses them is under way."""
-    module = ops.cuda()
     with _lock:
-        for table in _tables:
-            for ordinal, _ in (*table.arenas, *table.imported):
-                module.synchronize(ordinal)
-            _meet(f"{table.key}/quiet", table.processes)  # nobody writes into what is freed next
-            module.remove_table(table.id)
-            for ordinal, address in table.imported:
-                module.arena_close(table.way, ordinal, address)
-            _meet(f"{table.key}/closed", table.processes)
-            for ordinal, address in table.arenas:
-                module.arena_free(table.way, ordinal, address)
-        _tables.clear()
+        while _tables:
+            _give_back(ops.cuda(), _tables[0])
+
+
+def _give_back(module, table: Table) -> None:
+    for ordinal, _ in (*table.arenas, *table.imported):
+        module.synchronize(ordinal)
+    _meet(f"{table.key}/quiet", table.processes)  # nobody writes into what is freed next
+    module.remove_table(table.id)
+    for ordinal, address in table.imported:
+        module.arena_close(table.way, ordinal, address)
+    _meet(f"{table.key}/closed", table.processes)
+    for ordinal, address in table.arenas:
+        module.arena_free(table.way, ordinal, address)
+    _tables.remove(table)
 
 
 def tables() -> tuple[Table, ...]:
@@ -175,11 +219,11 @@ def find(mesh: Mesh | AbstractMesh, expert_axis: str | None, wanted: int) -> Tab
     if mesh is None or mesh.empty:
         return None
     axis = expert_axis or DEFAULT_EXPERT_AXIS
-    alike = [table for table in reversed(_tables) if table.shape == mesh.shape_tuple and table.expert_axis == axis]
+    alike = [table for table in _tables if table.shape == mesh.shape_tuple and table.expert_axis == axis]
     if isinstance(mesh, AbstractMesh) and len({table.devices for table in alike}) > 1:
         raise ValueError(
             f"moe: the mesh must be concrete (mesh=) where several of its shape have arenas, those of devices "
-            f"{' and '.join(str(list(table.devices)) for table in reversed(alike))}; got an abstract one"
+            f"{' and '.join(str(list(table.devices)) for table in alike)}; got an abstract one"
         )
     for table in alike:
         if table.bytes < wanted:
@@ -211,8 +255,6 @@ def why_not(mesh: Mesh | AbstractMesh | None, ranks: int) -> str | None:
 
 def groups_of(mesh: Mesh, expert_axis: str) -> np.ndarray:
     """Devices [groups, ranks]: a group for each place on the other axes, numbered as `Placement.index` does."""
-    if expert_axis not in mesh.axis_names:
-        return mesh.devices.reshape(-1, 1)
     axis = mesh.axis_names.index(expert_axis)
     return np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.devices.shape[axis])
 
@@ -224,7 +266,7 @@ def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, 
     devices = tuple(device.id for device in mesh.devices.flat)
     # Alike on every process of the mesh, whatever others have built besides. Without the way: a compiled call holds
     # this number, and it may be reached by another way after `finalize`.
-    number = zlib.crc32(repr((mesh.shape_tuple, expert_axis, devices, size)).encode()) or 1
+    number = zlib.crc32(repr((mesh.shape_tuple, expert_axis, devices)).encode()) or 1
     there = next((table for table in _tables if table.id == number), None)
     if there is not None:
         if way not in (None, there.way):
@@ -232,7 +274,10 @@ def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, 
                 f"distributed.initialize: way must be {there.way!r} or None while these arenas are there, got {way!r}; "
                 "call mok_jax.distributed.finalize first"
             )
-        return there
+        if there.bytes >= size:
+            return there
+        _give_back(module, there)
+        way = there.way
     processes = tuple(sorted({device.process_index for device in groups.flat}))
     refused: list[tuple[str, str]] = []
     with _numbered(f"mok_jax/{number}", processes, timeout) as key:
@@ -277,7 +322,11 @@ class _Attempt:
         ended = False  # not where a process did not come
         imported_from = False  # whether others may have opened what is made here
         try:
-            complaint, _ = self._step("open", self._open)
+            complaint, sizes = self._step("open", self._open)
+            if len({*sizes}) > 1:
+                complaint = (
+                    f"the processes ask for arenas of {sizes} bytes; every process of the mesh must call it alike"
+                )
             if complaint is None:
                 complaint, published = self._step("made", lambda: self._make(mesh))
             if complaint is None:
@@ -323,7 +372,7 @@ class _Attempt:
     def _mine(self) -> list[Any]:
         return [device for device in self.groups.flat if device.process_index == jax.process_index()]
 
-    def _open(self) -> None:
+    def _open(self) -> int:
         if self.way == "pointers" and len(self.processes) > 1:
             raise RuntimeError("raw pointers reach only devices of one process")
         ordinals = [device.local_hardware_id for device in self._mine]
@@ -333,6 +382,7 @@ class _Attempt:
         for ordinal in ordinals:
             # Every kernel is loaded now: a device must not load one while another waits for it at a barrier.
             self.module.open_device(ordinal)
+        return self.size
 
     def _make(self, mesh: Mesh) -> dict[int, Any]:
         """(process, machine, address, handle) of each device here; of NCCL's windows the handle is its rank."""
@@ -391,7 +441,12 @@ def _make_windows(module, mesh: Mesh, groups: np.ndarray, size: int) -> None:
 
 
 def probe(ways: tuple[str, ...] = WAYS) -> dict[str, str | None]:
-    """Why each of these ways is not open to the CUDA devices of this process, or None where it is."""
+    """Why each of these ways is not open to the CUDA devices of this process, or None where it is.
+
+    Raises:
+      ImportError: the package was built without CUDA.
+      RuntimeError: there is no CUDA device.
+    """
     module = ops.cuda()
     devices = jax.local_devices(backend="cuda")
     ordinals = [device.local_hardware_id for device in devices]

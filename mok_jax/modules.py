@@ -89,6 +89,11 @@ class LayerOptions:
             _check_dtype("dtype", self.dtype, " or None")
         if not isinstance(self.config, MoKConfig):
             raise TypeError(f"MoKMoE: config must be a MoKConfig, got {describe(self.config)}")
+        if self.config.precision == "mxfp8" and self.dtype is not None and jnp.dtype(self.dtype).name != "bfloat16":
+            raise ValueError(
+                f'MoKMoE: dtype must be bfloat16 for precision="mxfp8", got {jnp.dtype(self.dtype).name}; '
+                "param_dtype may be float32"
+            )
         if self.mesh is not None and not isinstance(self.mesh, (Mesh, AbstractMesh)):
             raise TypeError(f"MoKMoE: mesh must be a jax.sharding.Mesh or None, got {describe(self.mesh)}")
         if not isinstance(self.expert_axis, str):

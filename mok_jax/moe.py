@@ -147,7 +147,10 @@ def _check_arguments(arrays: dict[str, Any], placement: Placement, config: MoKCo
     if name not in ("float32", "float64", "bfloat16"):
         raise TypeError(f"moe: x must be float32, float64 or bfloat16 [tokens, hidden], got {show(x)}; cast x")
     if config.precision == "mxfp8" and name != "bfloat16":
-        raise TypeError(f'moe: x must be bfloat16[tokens, hidden] for precision="mxfp8", got {show(x)}; cast x')
+        raise TypeError(
+            f'moe: x must be bfloat16[tokens, hidden] for precision="mxfp8", got {show(x)}; cast x, or give a layer '
+            "dtype=jnp.bfloat16"
+        )
     wide = accumulation_dtype(x.dtype).dtype.name
     weight_dtypes = (name, "float32") if name == "bfloat16" else (name,)
     _check("x", x, (name,), ("tokens", "hidden"))
@@ -217,7 +220,7 @@ def _check_quantized(name: str, value: Mxfp8Weight, config: MoKConfig) -> None:
         wanted = f"float8_e4m3fn{list(weight.shape)} along axis {axis} with scales uint8{scales}"
         q = getattr(value, part)
         if isinstance(q, Mxfp8):
-            found = f"{show(q.values)} along axis {q.axis} with scales {show(q.scales)}"
+            found = f"{describe(q.values)} along axis {q.axis} with scales {describe(q.scales)}"
         else:
             found = describe(q)
         if found not in (wanted, f"bfloat16{list(weight.shape)}"):
@@ -234,6 +237,9 @@ def _source(name: str, axis: str) -> str:
 
 def as_array(who: str, name: str, value) -> jax.Array:
     """`value`, which must be an array of JAX's or NumPy's."""
+    if isinstance(value, (Mxfp8, Mxfp8Weight)):
+        advice = "which the shared expert cannot be" if name.startswith("shared") else "use quantize_weight(w)"
+        raise TypeError(f"{who}: {name} must be an array, got {type(value).__name__}; {advice}")
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         raise TypeError(f"{who}: {name} must be an array, got {describe(value)}; use jnp.asarray")
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
@@ -295,7 +301,13 @@ def why_not(
     ranks: int = 1,
     dtype: Any = None,
 ) -> str | None:
-    """Why an implementation cannot run on the devices of `mesh`, or None where it can."""
+    """Why an implementation cannot run on the devices of `mesh`, or None where it can.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"moe: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if implementation not in ("cuda", "host"):
         return None
     platform, processes = _platform(mesh)

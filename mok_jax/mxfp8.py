@@ -13,9 +13,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 BLOCK = 32
+NO_SECOND_DERIVATIVE = (
+    'moe: precision="mxfp8" has no second derivative; leave precision out and use implementation="xla" or "reference"'
+)
 
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
@@ -38,8 +44,13 @@ class Mxfp8:
     axis: int
 
     def dequantize(self, dtype=jnp.bfloat16) -> jax.Array:
-        """values * scales. Exact in bfloat16 too, except that 2^128 and more is infinite, and that results below
-        2^-126 are zero on a backend that has no subnormal numbers (XLA's for CPUs)."""
+        """values * scales as bfloat16 or float32.
+
+        Exact in bfloat16 too, except that 2^128 and more is infinite, and that results below 2^-126 are zero on a
+        backend that has no subnormal numbers (XLA's for CPUs).
+        """
+        if jnp.dtype(dtype).name not in ("bfloat16", "float32"):
+            raise TypeError(f"Mxfp8.dequantize: dtype must be bfloat16 or float32, got {dtype!r}")
         n = self.values.shape[self.axis]
         exponents = jnp.repeat(self.scales, BLOCK, axis=self.axis)
         exponents = lax.slice_in_dim(exponents, 0, n, axis=self.axis % self.values.ndim).astype(jnp.uint32)
@@ -71,13 +82,11 @@ def quantize_mxfp8(w: jax.Array, axis: int) -> Mxfp8:
       >>> q.dequantize(jnp.float32).tolist(), q.scales.tolist()
       ([[1.0, 96.0, 448.0, 512.0]], [[128]])
     """
-    name = getattr(getattr(w, "dtype", None), "name", type(w).__name__)
-    if name not in ("bfloat16", "float32"):
-        raise TypeError(f"quantize_mxfp8: w must be a bfloat16 or float32 array, got {name}; cast it")
-    if not -w.ndim <= axis < w.ndim:
-        raise ValueError(f"quantize_mxfp8: axis must be one of the {w.ndim} of w, got {axis}")
-    w = lax.stop_gradient(jnp.asarray(w))
-    axis %= w.ndim
+    name = _dtype_of("quantize_mxfp8", w)
+    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool) or not -w.ndim <= axis < w.ndim:
+        raise ValueError(f"quantize_mxfp8: axis must be an integer, one of the {w.ndim} axes of w, got {axis!r}")
+    axis = int(axis) % w.ndim
+    w = _gathered(lax.stop_gradient(jnp.asarray(w)), axis)
     n = w.shape[axis]
     # All on integers: XLA takes subnormal numbers for zero on some backends.
     if name == "bfloat16":
@@ -95,6 +104,23 @@ def quantize_mxfp8(w: jax.Array, axis: int) -> Mxfp8:
     codes = codes.astype(jnp.uint8).reshape(*w.shape[:axis], blocks * BLOCK, *w.shape[axis + 1 :])
     values = lax.bitcast_convert_type(lax.slice_in_dim(codes, 0, n, axis=axis), jnp.float8_e4m3fn)
     return Mxfp8(values, scales.squeeze(axis + 1).astype(jnp.uint8), axis - w.ndim)
+
+
+def _gathered(w: jax.Array, axis: int) -> jax.Array:
+    """`w`, not split along `axis` where Explicit mesh axes split it: blocks may straddle devices."""
+    sharding = jax.typeof(w).sharding
+    parts = list(sharding.spec) + [None] * (w.ndim - len(sharding.spec))
+    if parts[axis] is None:
+        return w
+    parts[axis] = None
+    return jax.sharding.reshard(w, NamedSharding(sharding.mesh, P(*parts)))
+
+
+def _dtype_of(who: str, w) -> str:
+    name = getattr(getattr(w, "dtype", None), "name", type(w).__name__)
+    if name not in ("bfloat16", "float32"):
+        raise TypeError(f"{who}: w must be a bfloat16 or float32 array, got {name}; cast it")
+    return name
 
 
 def _to_e4m3(magnitude, scales):
@@ -152,5 +178,9 @@ def quantize_weight(w: jax.Array) -> Mxfp8Weight:
 
     Raises:
       TypeError: another dtype.
+      ValueError: fewer than two axes.
     """
+    _dtype_of("quantize_weight", w)
+    if w.ndim < 2:
+        raise ValueError(f"quantize_weight: w must be [..., in, out], got {w.dtype.name}{list(w.shape)}")
     return Mxfp8Weight(w, quantize_mxfp8(w, -2), quantize_mxfp8(w, -1))

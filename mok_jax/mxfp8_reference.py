@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mok_jax.mxfp8 import dequantized, quantize_mxfp8
+from mok_jax.mxfp8 import NO_SECOND_DERIVATIVE, dequantized, quantize_mxfp8
 from mok_jax.reference import HIGHEST, accumulation_dtype, expert_ffn, no_derivative, straight_through, swiglu
 
 
@@ -88,8 +88,8 @@ def _quantized_ffn_forward(products, limit, rows, weights, groups, experts):
 
 
 def _quantized_ffn_backward(products, limit, residuals, d_out):
-    text = 'moe: precision="mxfp8" has no second derivative; leave precision out'
-    return no_derivative(functools.partial(_input_and_weight_gradients, products, limit), text)(residuals, d_out)
+    run = functools.partial(_input_and_weight_gradients, products, limit)
+    return no_derivative(run, NO_SECOND_DERIVATIVE)(residuals, d_out)
 
 
 def _input_and_weight_gradients(products, limit, residuals, d_out):
@@ -137,13 +137,13 @@ def _weighted_sum_backward(residuals, d_y):
 weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)
 
 
-def _dot(rows, weights, used):
-    # An expert without rows is not read.
-    weights = jnp.where(used, weights, 0).astype(jnp.float32)
-    return jnp.dot(rows.astype(jnp.float32), weights, precision=HIGHEST)
+def _dot(rows, weights, routed):
+    # An expert without rows is not read, and rows of others do not meet its infinite weights.
+    weights = jnp.where(routed.any(), weights, 0).astype(jnp.float32)
+    return jnp.where(routed[:, None], jnp.dot(rows.astype(jnp.float32), weights, precision=HIGHEST), 0)
 
 
-def _outer(rows, d_out, used):
+def _outer(rows, d_out, routed):
     return jnp.dot(rows.astype(jnp.float32).T, d_out.astype(jnp.float32), precision=HIGHEST)
 
 
@@ -170,7 +170,7 @@ def moe_mxfp8_reference(x, expert_ids, router_weights, experts, shared=None, lim
             limit,
             jnp.where(routed[:, None], rows, 0),
             jnp.where(routed, weights, 0),
-            routed.any(),
+            routed,
             expert_weights,
         )
         return jnp.where(routed[:, None], out, returned), None

@@ -26,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.compute_on import compute_on
 
 from mok_jax.config import DEFAULT_BARRIER_TIMEOUT_SECONDS, MoKConfig, check_multiple
-from mok_jax.mxfp8 import Mxfp8Weight, dequantized
+from mok_jax.mxfp8 import NO_SECOND_DERIVATIVE, Mxfp8Weight, dequantized
 from mok_jax.reference import accumulation_dtype, no_derivative
 
 FORWARD, BACKWARD, PEERS = "mok_forward", "mok_backward", "_peers"
@@ -264,7 +264,7 @@ class Dims:
 
     def arena_bytes(self) -> int:
         """Bytes of each rank's arena that this call needs."""
-        return cuda().arena_bytes(self.plan(), self.dtype.itemsize)
+        return _module(self.implementation).arena_bytes(self.plan(), self.dtype.itemsize)
 
     def pulled_bytes(self, workspace, backward: bool, context: bool, gradients: int) -> jax.Array:
         """How many bytes of x and dy each (virtual) rank pulled, of the workspace that a call of "cuda" left.
@@ -408,11 +408,9 @@ def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, argume
     if dims.config.collective_stream and dims.table != 0:
         run = compute_on(run, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device)
     # `moe_ffi` has the first derivative, nothing has the second.
-    run = no_derivative(
-        run,
-        f'moe: implementation "{dims.implementation}" has no second derivative; '
-        'use implementation="xla" or "reference"',
-    )
+    text = f'moe: implementation "{dims.implementation}" has no second derivative; '
+    text += 'use implementation="xla" or "reference"'
+    run = no_derivative(run, NO_SECOND_DERIVATIVE if dims.mxfp8 else text)
     return list((run if dims.ranks == 1 else _no_vmap(run, dims.implementation))(*arguments))
 
 

@@ -130,6 +130,8 @@ def place(mesh: AnyMesh | None, arrays: list[Any], expert_axis: str, token_axes:
         )
     if mesh is not None and not isinstance(mesh, AnyMesh):
         raise TypeError(f"moe: mesh must be a jax.sharding.Mesh or None, got {type(mesh).__name__} {mesh!r}")
+    if mesh is not None and mesh.axis_names and mesh.size == 0:
+        raise ValueError(f"moe: mesh must have devices, got {dict(mesh.shape)}")
     context = jax.sharding.get_abstract_mesh()
     if mesh is None:
         candidates = [context, *(jax.typeof(array).sharding.mesh for array in arrays)]

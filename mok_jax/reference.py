@@ -65,18 +65,21 @@ def no_derivative(run, text):
     return wrapped
 
 
-def expert_ffn(x, w_gate, w_up, w_down, dtype, limit=None):
+def expert_ffn(x, w_gate, w_up, w_down, dtype, limit=None, routed=True):
     """One expert over rows: g = x Wg, u = x Wu, o = act(g, u) Wd, each rounded to `dtype`.
 
     Args:
       x: accumulation dtype [rows, hidden], already rounded to `dtype`.
       w_gate, w_up: [hidden, width]; w_down: [width, hidden]; any float dtype, rounded to `dtype`.
+      routed: bool [rows, 1], False for rows that are zero and whose results are not used: they reach no gradient, even
+        where they meet an infinite weight.
 
     Returns: accumulation dtype [rows, hidden], rounded to `dtype`.
     """
     w_gate, w_up, w_down = (round_through(w.astype(x.dtype), dtype) for w in (w_gate, w_up, w_down))
     gate = round_through(jnp.dot(x, w_gate, precision=HIGHEST), dtype)
     up = round_through(jnp.dot(x, w_up, precision=HIGHEST), dtype)
+    gate, up = jnp.where(routed, gate, 0), jnp.where(routed, up, 0)
     h = round_through(swiglu(gate, up, limit), dtype)
     return round_through(jnp.dot(h, w_down, precision=HIGHEST), dtype)
 
@@ -102,10 +105,11 @@ def moe_reference(x, expert_ids, router_weights, w_gate, w_up, w_down, shared=No
         routed = expert_ids == index
         # Rows of other experts are zeros, not merely unused: a NaN among them would reach this
         # expert's weight gradient as NaN * 0.
-        rows = jnp.where(routed.any(axis=1, keepdims=True), wide_x, 0)
+        here = routed.any(axis=1, keepdims=True)
+        rows = jnp.where(here, wide_x, 0)
         # For the same reason an expert without rows has an exactly zero gradient whatever its weights hold.
         weights = [jnp.where(routed.any(), w, 0) for w in weights]
-        out = expert_ffn(rows, *weights, dtype, limit)
+        out = expert_ffn(rows, *weights, dtype, limit, here)
         return jnp.where(routed[:, :, None], out[:, None, :], returned), None
 
     # zeros_like: inside a shard_map the carry must vary over the axes that x varies over.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import mok_jax
 from mok_jax import ops
@@ -271,6 +272,41 @@ def run(case: Case, implementation, cotangent=None, **options) -> dict[str, np.n
     with on_device(implementation):
         cotangent = cotangent_of(case.x) if cotangent is None else cotangent
         return jax.device_get(compiled(case, cotangent, implementation, tuple(sorted(options.items()))))
+
+
+def layers_beside_all_reduces(case: Case, cotangent, summands, mesh, **options):
+    """Two layers, one on the other's y, forward and backward, and sums over the ranks that XLA may run beside them.
+
+    summands: [ranks, ...] each; they are left alone without a mesh.
+    """
+
+    def both(case):
+        return call(case._replace(x=call(case, mesh=mesh, **options)), mesh=mesh, **options)
+
+    results = gradients_of(both, case, cotangent)
+    if mesh is None:
+        return results, summands
+    add = jax.shard_map(lambda part: jax.lax.psum(part, "expert"), mesh=mesh, in_specs=P("expert"), out_specs=P())
+    return results, [add(part) for part in summands]
+
+
+# XLA moves collectives ahead as far as it can.
+hidden_all_reduces = jax.jit(
+    layers_beside_all_reduces,
+    static_argnames=("mesh", "implementation", "config"),
+    compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True},
+)
+
+
+@jax.jit
+def rows_that_differ(results, expected):
+    """Of two trees, bit for bit, as booleans; where they lie, so that no device waits for another one."""
+
+    def rows(*values):
+        bits = [jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}") for value in values]
+        return (bits[0] != bits[1]).any(axis=tuple(range(1, values[0].ndim)))
+
+    return jax.tree.map(rows, results, expected)
 
 
 def exactly(case: Case, cotangent=None, limit=None) -> dict[str, np.ndarray]:

@@ -3,7 +3,8 @@
 All of them may share one GPU: a program without XLA's collectives runs there. Every step of one routing compares
 values and gradients with those of virtual ranks on one device, bit for bit. What the last rank does after some
 steps is the mode: "equal" nothing else; "shapes" traces other shapes; "dies" is killed while its call runs; and in
-"order" all ranks run over a mesh whose devices stand in another order than in the table.
+"order" all ranks run over a mesh whose devices stand in another order than in the table. In "equal", where each has a
+GPU of its own (MOK_GPUS), two layers beside sums by NCCL follow, many times, none awaited.
 """
 
 import dataclasses
@@ -38,21 +39,27 @@ def problem(seed, tokens):
     return case, cases.cotangent_of(case.x)
 
 
+def spread(tree, over):
+    """Arrays that every process has, split over a mesh along their first axis."""
+    sharding = NamedSharding(over, P("expert"))
+    return jax.tree.map(
+        lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: np.asarray(array)[index]), tree
+    )
+
+
 def launch(problem, over, **options):
     """Values and gradients over a mesh, by name."""
-
-    def spread(array):
-        sharding = NamedSharding(over, P("expert"))
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: np.asarray(array)[index])
-
-    case, d_y = jax.tree.map(spread, problem)
+    case, d_y = spread(problem, over)
     return cases.compiled(case, d_y, "cuda", tuple(sorted(options.items())))
 
 
 def differing(rank, ranks, problem, results, config):
     """The names of this rank's results that differ from those of virtual ranks."""
     virtual = dataclasses.replace(config, virtual_ranks=ranks, random_order=None)
-    exact = cases.compiled(*problem, "cuda", (("config", virtual),))
+    return parts_that_differ(rank, results, cases.compiled(*problem, "cuda", (("config", virtual),)))
+
+
+def parts_that_differ(rank, results, exact):
     wrong = []
     for name, value in results.items():
         mine = np.asarray(value.addressable_shards[0].data)
@@ -60,6 +67,28 @@ def differing(rank, ranks, problem, results, config):
         if not np.array_equal(mine.view(np.uint8), part.view(np.uint8)):
             wrong.append(name)
     return wrong
+
+
+def check_beside_all_reduces(rank, ranks, mesh, steps):
+    """Two layers and sums by NCCL in one program: right at first, and then the same."""
+    case, d_y = problem(0, TOKENS[0] * ranks)
+    numbers = [np.arange(ranks * n, dtype=np.float32).reshape(ranks, 1, n) % 1000 for n in (2**20, 2**22)]
+    virtual = dataclasses.replace(PLAIN, virtual_ranks=ranks)
+    exact, _ = cases.hidden_all_reduces(case, d_y, [], None, implementation="cuda", config=virtual)
+    arguments = spread((case, d_y, numbers), mesh)
+
+    def call():
+        return cases.hidden_all_reduces(*arguments, mesh, implementation="cuda", config=PLAIN)
+
+    first = call()
+    wrong = parts_that_differ(rank, first[0], exact)
+    sums = zip(first[1], numbers, strict=True)
+    if wrong or not all(np.array_equal(got.addressable_data(0), part.sum(axis=0, keepdims=True)) for got, part in sums):
+        raise SystemExit(f"rank {rank}: beside all-reduces results differ: {wrong or 'the sums'}")
+    differ = [cases.rows_that_differ(call(), first) for _ in range(steps)]
+    if any(np.asarray(rows.addressable_data(0)).any() for rows in jax.tree.leaves(differ)):
+        raise SystemExit(f"rank {rank}: beside all-reduces results change from step to step")
+    print(f"rank {rank}: {steps} steps beside all-reduces equal", flush=True)
 
 
 def faulty(fault, last, given, mesh, config):
@@ -90,8 +119,10 @@ def main(rank, ranks, port, mode):
     jax.config.update("jax_default_device", jax.local_devices()[0])
     mesh = jax.make_mesh((ranks,), ("expert",))
     way = os.environ.get("MOK_WAY")
-    made = distributed.initialize(mesh, tokens=max(TOKENS), hidden=SIZES["hidden"], top_k=SIZES["top_k"], way=way)
-    assert way in (None, made.way)
+    sizes = dict(hidden=SIZES["hidden"], top_k=SIZES["top_k"], way=way)
+    small = distributed.initialize(mesh, tokens=1, **sizes)
+    made = distributed.initialize(mesh, tokens=max(TOKENS), **sizes)
+    assert way in (None, made.way) and distributed.tables() == (made,) and made.id == small.id
     last = rank == ranks - 1
     for seed in range(STEPS):
         config = CONFIGS[seed // len(TOKENS) % len(CONFIGS)]
@@ -114,6 +145,8 @@ def main(rank, ranks, port, mode):
         if wrong:
             raise SystemExit(f"rank {rank}: step {seed} differs: {wrong}")
     print(f"rank {rank}: {STEPS} steps equal", flush=True)
+    if ranks <= GPUS:
+        check_beside_all_reduces(rank, ranks, mesh, 200)
     if ranks == 2:  # else what the process ends with is given back by its end
         distributed.finalize()
         assert not distributed.tables()

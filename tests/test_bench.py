@@ -68,6 +68,7 @@ def test_dense_is_left_out_where_it_does_too_much():
         (["--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["--dtype", "mxfp8"], "argument --dtype: invalid choice: 'mxfp8'"),
         (["--top-k", "17"], "--top-k must be at most --experts 16, got 17"),
+        (["--gpus", "9"], "--gpus must be at most the 8 devices here, got 9"),
     ],
 )
 def test_refusals(arguments, message, capsys):
@@ -188,7 +189,7 @@ def test_a_failure_of_the_package_ends_with_its_name(monkeypatch):
 def stitched(monkeypatch):
     """The stitched layer on products that run anywhere, as the contender "pallas_mgpu"."""
     contender = rivals.CONTENDERS["pallas_mgpu"]
-    layer = contender._replace(make=lambda config: rivals.stitched(rivals.xla_products()))
+    layer = contender._replace(make=lambda config, mesh: rivals.stitched(rivals.xla_products()))
     monkeypatch.setitem(rivals.CONTENDERS, "pallas_mgpu", layer)
     return "pallas_mgpu"
 
@@ -216,10 +217,84 @@ def test_weights_quantised_before_agree_with_the_definition():
 
 
 def test_some_tokens_are_checked_in_the_program_that_runs_on_all(stitched, monkeypatch):
-    monkeypatch.setattr(problem, "checked_tokens", lambda shape: 32)
+    monkeypatch.setattr(problem, "checked_tokens", lambda shape, ranks: 32)
     assert problem.reference(SMALL, CONFIG, "uniform")[0].shape == (32, 64)
     errors_of(stitched, SMALL)
     errors_of("host", SMALL)
+
+
+# ---- over several devices ----
+
+
+def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What lax.ragged_all_to_all is documented to do; XLA has none on a CPU."""
+    everyone = [jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)]
+    slices = input_offsets.size // jax.lax.axis_size(axis_name)
+    mine = jax.lax.axis_index(axis_name) * slices + jnp.arange(slices)
+    row, came = jnp.arange(len(output)), []
+    for values, begins, sizes, ends in zip(*everyone, strict=True):
+        begin, size, end = (a[mine][:, None] for a in (begins, sizes, ends))
+        inside = (row >= end) & (row < end + size)
+        source = jnp.where(inside, row - end + begin, 0).sum(axis=0)
+        output = jnp.where(inside.any(axis=0).reshape(-1, *[1] * (output.ndim - 1)), values[source], output)
+        came.append(sizes[mine])
+    return jnp.where((jnp.concatenate(came) == recv_sizes).all(), output, jnp.nan)  # both ends must agree on sizes
+
+
+def careless_products():
+    """Nothing is written behind the last expert's rows, and a gradient reads some of what stands there."""
+    products = rivals.xla_products()
+
+    def unwritten(product):
+        def run(a, b, counts):
+            result = product(a, b, counts)
+            return jnp.where(jnp.arange(len(result))[:, None] < counts.sum(), result, jnp.nan)
+
+        return run
+
+    def weight_gradient(a, b, counts):
+        return products.weight_gradient(a, b, counts) + 0 * (a.sum() + b.sum())
+
+    return rivals.Products(unwritten(products.dot), unwritten(products.dot_transposed), weight_gradient)
+
+
+@pytest.mark.parametrize(
+    ("name", "routing"),
+    [
+        ("nccl_dense", "uniform"),
+        ("nccl_ragged", "uniform"),
+        ("nccl_dense", "skewed"),
+        ("nccl_ragged", "skewed"),
+        ("xla", "skewed"),
+        ("host_alone", "uniform"),
+    ],
+)
+def test_layers_over_a_mesh_agree(name, routing, monkeypatch):
+    monkeypatch.setattr(rivals.lax, "ragged_all_to_all", ragged_all_to_all)
+    monkeypatch.setattr(rivals, "best_products", careless_products)
+    monkeypatch.setattr(problem, "checked_tokens", lambda shape, ranks: 48)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("expert",))
+    calls = problem.make_calls(problem.make_problem(name, SMALL, CONFIG, routing, mesh))
+    results = problem.results_to_check(SMALL, calls["forward+backward"])
+    assert results[3].shape == (12 if name == "host_alone" else 48, 64, 40)
+    wanted = problem.reference(SMALL, CONFIG, routing, mesh=None if name == "host_alone" else mesh)
+    assert list(problem.check_agreement(name, SMALL, results, wanted)) == list(protocol.TENSORS)
+
+
+def test_the_numbers_do_not_depend_on_the_mesh():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("expert",))
+    quarter = dataclasses.replace(SMALL, tokens=24, experts=3)
+    for over_mesh, alone in zip(problem._tensors(quarter, mesh), problem._tensors(SMALL, None), strict=True):
+        np.testing.assert_array_equal(over_mesh, alone)
+        assert len(over_mesh.sharding.device_set) == 4 and not over_mesh.is_fully_replicated
+
+
+def test_the_limit_of_several_devices_exchanges_nothing():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("expert",))
+    call = problem.make_calls(problem.make_problem("matmul", SMALL, CONFIG, mesh=mesh))["forward+backward"]
+    compiled = call.func.lower(*call.args).compile()
+    assert not re.search("all-(to-all|gather|reduce)|collective-permute", compiled.as_text())
+    assert compiled(*call.args)[0][0].shape == (4 * SMALL.rows, SMALL.intermediate)
 
 
 @pytest.mark.parametrize("tensor", protocol.TENSORS)
@@ -425,6 +500,7 @@ def test_table_of_a_gpu():
     report = {
         "shape": dataclasses.asdict(SMALL),
         "machine": {"platform": "gpu", "device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-29"},
+        "gpus": 1,
         "routing": "uniform",
         "memory": {},
         "mxfp8": {"quantize_ms": 7.5, "pulled_bytes": {"None": [2**31, 2**30], "mxfp8": [33 * 2**25, 33 * 2**24]}},
@@ -443,6 +519,34 @@ def test_table_of_a_gpu():
     assert lines[-1] == "ragged_dot left out: did not finish in 45 s"
 
 
+def test_table_of_several_gpus():
+    times = {
+        "cuda": (10.0, 30.0),
+        "cuda_alone": (9.5, 27.0),
+        "nccl_dense": (24.0, 66.0),
+        "nccl_ragged": (25.0, 65.0),
+        "xla": (90.0, 100.0),
+    }
+    report = {
+        "shape": dataclasses.asdict(SMALL),
+        "gpus": 2,
+        "machine": {"platform": "gpu", "device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-29"},
+        "routing": "uniform",
+        **dict(memory={}, mxfp8=None, peak=None, left_out={}),
+        **{
+            direction: {name: {"median_ms": ms[i], "tflops": 500.0} for name, ms in times.items()}
+            for i, direction in enumerate(protocol.DIRECTIONS)
+        },
+    }
+    lines = table(report).splitlines()
+    assert lines[0].endswith("float32, uniform routing; on each of 2 ranks; NVIDIA H200, jax 0.11.2, 2026-11-29")
+    assert lines[-2] == "R = 2 has 95.0% of one GPU's TFLOP/s a GPU forward, 90.0% forward+backward"
+    assert lines[-1] == (
+        "times the speed of the best layer over NCCL: 2.40 forward (nccl_dense), 2.17 forward+backward (nccl_ragged), "
+        "0.50 backward alone (xla)"
+    )
+
+
 # ---- the whole, on this CPU ----
 
 
@@ -456,11 +560,35 @@ def test_a_small_run(tmp_path, capsys):
     assert jax.default_backend() == "cpu"
 
 
+def test_a_small_run_over_several_devices(tmp_path, capsys):
+    sizes = "--tokens=64 --hidden=32 --intermediate=48 --experts=8 --top-k=2 --repeats=1 --gpus=2"
+    contenders = "matmul,host,host_alone,xla,nccl_dense,nccl_ragged,ragged_dot,torch_tuned"
+    bench_layer.main([*sizes.split(), "--contenders", contenders, "--json", str(tmp_path / "report.json")])
+    lines = capsys.readouterr().out.splitlines()
+    assert [name.split()[0] for name in lines[0].split(": ")[1].split(", ")] == [
+        "host",
+        "xla",
+        "nccl_dense",
+        "host_alone",
+    ]
+    assert [line.split()[0] for line in lines[3:8]] == ["matmul", "host", "host_alone", "xla", "nccl_dense"]
+    assert re.fullmatch(r"R = 2 has \d+\.\d% of one GPU's .*", lines[8]) and lines[9].startswith("times the speed")
+    alone = "it runs on one GPU; nccl_dense and nccl_ragged are for several"
+    assert lines[10:] == [
+        "nccl_ragged left out: XLA has no ragged_all_to_all on a CPU",
+        f"ragged_dot left out: {alone}",
+        f"torch_tuned left out: {alone}",
+    ]
+    report = json.loads((tmp_path / "report.json").read_text())
+    point = report["forward"]["host"]
+    assert point["tflops"] == pytest.approx(6 * 64 * 2 * 32 * 48 / point["median_ms"] / 1e9)  # of one rank
+
+
 def test_a_failure_to_count_bytes_loses_no_times(tmp_path, monkeypatch, capsys):
     # There is no GPU here whose kernels could count.
     contender = rivals.CONTENDERS["cuda_mxfp8"]._replace(make=functools.partial(rivals.package_mxfp8, "host"))
     monkeypatch.setitem(rivals.CONTENDERS, "cuda_mxfp8", contender)
-    monkeypatch.setattr(bench_layer, "_why_not", lambda name, shape: None)
+    monkeypatch.setattr(bench_layer, "_why_not", lambda name, shape, options: None)
     monkeypatch.setattr(protocol, "WARM_SECONDS", 0.01)
     monkeypatch.setattr(protocol, "MOST_SECONDS", 0.02)
     saved = []

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 from cases import refuse
 
@@ -71,6 +72,17 @@ def test_refused(field, value, error, text):
 )
 def test_sizes_that_do_not_divide(fields, text):
     refuse(ValueError, f"MoKConfig: {text}", MoKConfig, **fields)
+
+
+def test_integers_of_numpy_do_not_overflow():
+    config = MoKConfig(virtual_ranks=np.int8(2), minibatch=np.int16(1024), macrobatch=np.uint16(2048))
+    assert [type(value) for value in (config.virtual_ranks, config.minibatch, config.macrobatch)] == [int] * 3
+
+
+@pytest.mark.parametrize("name", ["swiglu_limit", "timeout", "barrier_timeout"])
+def test_an_integer_that_no_float_holds(name):
+    with pytest.raises(ValueError, match=f"MoKConfig: {name} must be a finite number"):
+        MoKConfig(**{name: 10**400})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Real ranks: arenas, peer tables and barriers, on one GPU.
+"""Real ranks: arenas, peer tables and barriers, on one GPU; test_cuda_gpus.py has what needs several.
 
 A mesh of one device with its table forced on must equal the direct way bit for bit; so must two and four processes
 that share the GPU under jax.distributed, whose arenas they map by CUDA IPC. A rank that dies, or traces other
@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import math
 import os
 import pathlib
 import re
@@ -21,6 +22,7 @@ import time
 
 import cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import assert_same_bits, make_case, run
@@ -39,14 +41,29 @@ KERNELS = {
 kernels = pytest.mark.parametrize(("dtype", "options"), KERNELS.values(), ids=KERNELS)
 
 
+def need(count):
+    if len(jax.devices("cuda")) < count:
+        pytest.skip(f"needs {count} CUDA devices, there are {len(jax.devices('cuda'))}")
+
+
 @contextlib.contextmanager
-def table(dtype, way=None, ranks=1):
-    mesh = Mesh(np.array(jax.devices("cuda")[:ranks]), ("expert",))
-    sizes = dict(tokens=SIZES["tokens"], hidden=SIZES["hidden"], top_k=SIZES["top_k"])
+def table(dtype, way=None, axes=(("expert", 1),), **sizes):
+    names, shape = zip(*axes, strict=True)
+    devices = jax.devices("cuda")[: math.prod(shape)]
+    for device in devices if len(devices) > 1 else ():
+        reserve(device)
+    mesh = Mesh(np.array(devices).reshape(shape), names)
+    sizes = {name: SIZES[name] for name in ("tokens", "hidden", "top_k")} | sizes
     try:
         yield mesh, distributed.initialize(mesh, dtype=cases.DTYPES[dtype][0], way=way, **sizes)
     finally:
         distributed.finalize()
+
+
+@functools.cache
+def reserve(device, gibibytes=2):
+    """XLA keeps what it had once: it must not map memory while a GPU waits for another one."""
+    jax.block_until_ready(jnp.zeros(gibibytes * 2**28, jnp.float32, device=device))
 
 
 @functools.cache
@@ -62,7 +79,7 @@ def test_a_way_that_is_refused_says_why(way):
         return
     with (
         pytest.raises(RuntimeError, match=re.escape(f"{way}: process 0: {reason}; use implementation=")),
-        table("f32", way),
+        table("f32", way, axes=(("expert", len(jax.devices("cuda"))),)),  # all, as they are probed
     ):
         pass
     assert not distributed.tables()
@@ -97,6 +114,21 @@ def test_other_shapes_share_the_arena():
             case = make_case("bf16", **SIZES | dict(tokens=tokens))
             config = MoKConfig(minibatch=128)
             assert_same_bits(run(case, "cuda", config=config, mesh=mesh), run(case, "cuda", config=config))
+
+
+@pytest.mark.parametrize("way", distributed.WAYS)
+def test_a_larger_arena_takes_the_place_of_a_smaller_one(way):
+    if why_not(way) is not None:
+        pytest.skip(f"{way}: {why_not(way)}")
+    config = MoKConfig(minibatch=128)
+    with table("bf16", way, tokens=64) as (mesh, small):
+        first = make_case("bf16", **SIZES | dict(tokens=64))
+        expected = run(first, "cuda", config=config, mesh=mesh)
+        large = distributed.initialize(mesh, tokens=300, hidden=SIZES["hidden"], top_k=SIZES["top_k"])
+        assert distributed.tables() == (large,) and (large.id, large.way) == (small.id, way)
+        case = make_case("bf16", **SIZES)
+        assert_same_bits(run(case, "cuda", config=config, mesh=mesh), run(case, "cuda", config=config))
+        assert_same_bits(run(first, "cuda", config=config, mesh=mesh), expected)  # compiled before
 
 
 def test_a_call_that_waits_in_vain_does_not_give_the_group_up():
@@ -136,10 +168,9 @@ def test_compiled_calls_outlive_finalize():
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_the_exchange_alone_moves_every_row_to_its_place(ranks):
     bench = pytest.importorskip("bench_exchange", reason="without the benchmarks")
-    if len(jax.devices("cuda")) < ranks:
-        pytest.skip(f"needs {ranks} CUDA devices")
+    need(ranks)
     shape = bench.Shape(tokens=24, hidden=136, intermediate=0, experts=0, top_k=2, dtype="bfloat16")
-    with table("bf16", ranks=ranks) as (mesh, made):
+    with table("bf16", axes=(("expert", ranks),)) as (mesh, made):
         exchange = bench.Exchange(mesh, made, shape)
         for sms in (2, 32):
             exchange.check(sms)
@@ -147,26 +178,7 @@ def test_the_exchange_alone_moves_every_row_to_its_place(ranks):
         assert jax.block_until_ready(pulled).shape == (ranks * 48, 136) and returned.size == 0
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_devices_of_one_process_equal_virtual_ranks(ranks):
-    if len(jax.devices("cuda")) < ranks:
-        pytest.skip(f"needs {ranks} CUDA devices")
-    sizes = SIZES | dict(tokens=300 // ranks * ranks, experts=8)
-    case = make_case("bf16", "padding_slots", **sizes)
-    # Below the limit of a test: a device that misses the other one says so.
-    config = MoKConfig(minibatch=128, macrobatch=512, barrier_timeout=20.0)
-    wanted = run(case, "cuda", config=dataclasses.replace(config, virtual_ranks=ranks))
-    with table("bf16", ranks=ranks) as (mesh, _):
-        for _ in range(20):
-            got = run(case, "cuda", config=config, mesh=mesh)
-            # XLA sums the shared expert's gradients over the ranks in its own order.
-            assert_same_bits(
-                {name: value for name, value in got.items() if "shared" not in name},
-                {name: value for name, value in wanted.items() if "shared" not in name},
-            )
-
-
-# ---- several processes ----
+# ---- several processes; MOK_GPUS says over how many GPUs those that fail are spread ----
 
 
 IMPORTS = 20  # seconds that a worker may take before its own limit begins
@@ -223,11 +235,24 @@ def raises(text, output):
 
 @pytest.mark.parametrize(("ranks", "way"), [(2, "ipc"), (4, "ipc"), (2, "fabric")])
 def test_processes_that_share_a_gpu_equal_virtual_ranks(ranks, way):
+    check_equal(ranks, way, gpus=1)
+
+
+@pytest.mark.parametrize("way", distributed.WAYS[1:])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_processes_of_a_gpu_each_equal_virtual_ranks(ranks, way):
+    need(ranks)
+    check_equal(ranks, way, gpus=ranks)
+
+
+def check_equal(ranks, way, gpus):
     if why_not(way) is not None:
         pytest.skip(f"{way}: {why_not(way)}")
-    codes, outputs = work(ranks, "equal", MOK_WAY=way)
+    codes, outputs = work(ranks, "equal", MOK_WAY=way, MOK_GPUS=str(gpus))
     assert codes == [0] * ranks, "\n".join(outputs)
-    assert all(f"rank {rank}: 8 steps equal" in output for rank, output in enumerate(outputs))
+    for rank, output in enumerate(outputs):
+        assert f"rank {rank}: 8 steps equal" in output
+        assert (f"rank {rank}: 200 steps beside all-reduces equal" in output) == (gpus == ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -54,10 +54,6 @@ def test_groups_are_numbered_as_the_devices_number_themselves(name):
             assert places[device.id] == (rank, number)
 
 
-def test_a_mesh_without_the_axis_has_groups_of_one():
-    assert distributed.groups_of(jax.make_mesh((4,), ("data",)), "expert").shape == (4, 1)
-
-
 def table_of(mesh, **changes):
     devices = tuple(device.id for device in mesh.devices.flat)
     return dataclasses.replace(
@@ -65,13 +61,12 @@ def table_of(mesh, **changes):
     )
 
 
-def test_the_latest_table_that_is_large_enough_is_found():
+def test_a_table_that_is_large_enough_is_found():
     mesh = mesh_of("d2_e4")
-    distributed._tables += [table_of(mesh), table_of(mesh, id=7, bytes=2000), table_of(mesh, id=9, bytes=500)]
+    distributed._tables.append(table_of(mesh, id=9))
     for where in (mesh, mesh.abstract_mesh):
-        assert distributed.find(where, "expert", 400).id == 9
-        assert distributed.find(where, "expert", 1500).id == 7
-        assert distributed.find(where, "expert", 2500) is None
+        assert distributed.find(where, "expert", 1000).id == 9
+        assert distributed.find(where, "expert", 1001) is None
         assert distributed.find(where, "data", 400) is None
         assert distributed.why_not(where, 4) is None
     # Of several, an abstract mesh does not say which.
@@ -99,9 +94,28 @@ def test_another_order_of_the_devices_is_refused():
     [
         (TypeError, "mesh must be a concrete", dict(mesh=None)),
         (ValueError, "way must be one of .* got 'nccl2'", dict(way="nccl2")),
-        (ValueError, "hidden must be an integer >= 1, got 0", dict(hidden=0)),
-        (ValueError, "tokens must be an integer >= 1, got 1.5", dict(tokens=1.5)),
-        (ValueError, "mesh must have CUDA devices, these are cpu", {}),
+        (ValueError, "way must be one of .* got array", dict(way=np.array(["ipc", "nccl"]))),
+        (ValueError, "hidden must be an integer >= 1 and below 2..31, got 0", dict(hidden=0)),
+        (ValueError, "tokens must be an integer >= 1 and below 2..31, got 1.5", dict(tokens=1.5)),
+        (
+            ValueError,
+            r"tokens \* top_k must be below 2..31, and times .* got 2147483647, 2 and 8",
+            dict(tokens=2**31 - 1),
+        ),
+        (
+            ValueError,
+            "tokens .* and times hidden below 2..58, got 1073741824, 1 and 1073741824",
+            dict(tokens=2**30, top_k=1, hidden=2**30),
+        ),
+        (TypeError, "dtype must be bfloat16 or float32, that of x, got 'mxfp8'", dict(dtype="mxfp8")),
+        (TypeError, "dtype must be bfloat16 or float32, that of x, got .*float16", dict(dtype=np.float16)),
+        (ValueError, "timeout must be seconds > 0 and below 1e6, got -1", dict(timeout=-1)),
+        (
+            ValueError,
+            r"expert_axis must name an axis of the mesh \('data', 'expert'\), got 'exprt'",
+            dict(expert_axis="exprt"),
+        ),
+        (ValueError, "mesh must have CUDA devices, these are cpu, which need no arenas; leave the call out", {}),
     ],
 )
 def test_what_initialize_refuses(error, text, options):
@@ -163,6 +177,9 @@ class Memory:
     def open_device(self, ordinal):
         pass
 
+    def synchronize(self, ordinal):
+        pass
+
     def arena_allocate(self, way, ordinal, size):
         if self.shared.get("full") == self.process:
             raise RuntimeError("allocating an arena: out of memory")
@@ -214,8 +231,9 @@ class Counts:
         self.counts[self.me.process, key] = number
 
 
-def processes(monkeypatch, shape, axes, count, shared=None, first=0, way=None, timeout=5.0, missed=(0, 0)):
+def processes(monkeypatch, shape, axes, count, shared=None, first=0, way=None, timeout=5.0, missed=(0, 0), size=4096):
     """Runs `_build`, once and for each time that others miss, in `count` processes of equally many devices.
+    size: of an arena, or a tuple of what each process asks for.
 
     Returns their results or errors, and memories.
     """
@@ -239,7 +257,8 @@ def processes(monkeypatch, shape, axes, count, shared=None, first=0, way=None, t
         time.sleep(1.6 * timeout * missed[process])
         for _ in range(1 + max(missed) - missed[process]):
             try:
-                result = distributed._build(memories[process], mesh, groups, "expert", 4096, way, timeout)
+                wanted = size[process] if isinstance(size, tuple) else size
+                result = distributed._build(memories[process], mesh, groups, "expert", wanted, way, timeout)
             except (RuntimeError, KeyboardInterrupt) as error:
                 result = str(error)
         return result
@@ -258,6 +277,25 @@ def test_every_rank_gets_its_own_way_to_each_arena_of_its_group(monkeypatch):
             assert (group, rank, size) == (ordinal, process, 4096)
             own, other = 1000 * (process + 1) + 100 * ordinal, 1000 * (2 - process) + 100 * ordinal
             assert arenas[rank] == own and arenas[1 - rank] == 10**6 + other
+
+
+def test_larger_arenas_take_the_place_of_smaller_ones(monkeypatch):
+    (small,), (memory,) = processes(monkeypatch, (4,), ("expert",), 1)
+    distributed._tables.append(small)
+    monkeypatch.setitem(globals(), "Memory", lambda process, shared: memory)
+    for size in (4096, 4000):
+        assert processes(monkeypatch, (4,), ("expert",), 1, size=size)[0] == [small] and not memory.freed
+    (large,), _ = processes(monkeypatch, (4,), ("expert",), 1, size=8192)
+    assert (large.id, large.way, large.bytes) == (small.id, "pointers", 8192)
+    assert not distributed._tables and memory.freed == [1000, 1100, 1200, 1300]
+    assert [value[2] for value in memory.tables.values()] == [8192] * 4
+
+
+def test_processes_that_ask_for_arenas_of_different_sizes(monkeypatch):
+    errors, memories = processes(monkeypatch, (4,), ("expert",), 2, size=(4096, 8192), way="ipc")
+    text = "the processes ask for arenas of [4096, 8192] bytes; every process of the mesh must call it alike"
+    assert errors == [f'distributed.initialize: ipc: {text}; use implementation="xla" over these devices'] * 2
+    assert not any(memory.tables or memory.freed for memory in memories)
 
 
 def test_processes_outside_the_mesh_are_not_waited_for(monkeypatch):

@@ -10,6 +10,7 @@ import sys
 
 import jax
 import pytest
+from cases import GPU
 
 SCRIPT = pathlib.Path(__file__).parent.parent / "examples" / "train_lm.py"
 TINY = "--steps=3 --batch=8 --sequence=16 --layers=2 --hidden=32 --intermediate=24 --experts=4 --validate-every=2"
@@ -166,11 +167,18 @@ def test_files_are_split_once_and_for_all(example):
 
 # ---- examples/expert_parallel.py ----
 
+# platform: (what runs there in one process, in two; the platform's name)
+PLATFORMS = {"cpu": ("host", "xla", "cpu"), "cuda": ("cuda", "cuda", "gpu")}
+platforms = pytest.mark.parametrize("platform", PLATFORMS if GPU else ["cpu"])
 
-def start(*arguments):
+
+def start(platform, *arguments):
+    if platform == "cuda" and len(jax.devices("cuda")) < 2:
+        pytest.skip("needs 2 CUDA devices")
     script = SCRIPT.with_name("expert_parallel.py")
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
-    environment["JAX_PLATFORMS"] = "cpu"
+    unset = ("XLA_FLAGS", "JAX_ENABLE_X64", "XLA_PYTHON_CLIENT_PREALLOCATE")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"JAX_PLATFORMS": platform, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
     command = [sys.executable, str(script), "--steps=11", "--tokens=16", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -179,24 +187,46 @@ def losses(output):
     return [float(value) for value in re.findall(r"^step \d+: loss (\S+)$", output, re.MULTILINE)]
 
 
+@platforms
 @pytest.mark.parametrize("data", [1, 2])
-def test_expert_parallel_in_one_process(data):
-    output, _ = start(f"--data={data}").communicate(timeout=100)
+def test_expert_parallel_in_one_process(platform, data):
+    implementation, _, name = PLATFORMS[platform]
+    output, _ = start(platform, f"--data={data}").communicate(timeout=100)
     first, last = losses(output)
     assert last < first
     # Where there is a GPU the script asks for no virtual devices.
-    assert re.search(rf"'host' over {{'data': {data}, 'expert': \d+}} cpu devices, 1 process", output), output
+    head = rf"'{implementation}' over {{'data': {data}, 'expert': \d+}} {name} devices, 1 process"
+    assert re.search(head, output), output
 
 
-def test_expert_parallel_in_two_processes():
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--processes=2", "--process=1"), "--processes, --process and --device need --coordinator"),
+        (("--data=0",), "--data, --tokens, --steps and --processes must be at least 1"),
+        (("--data=16",), r"--data must divide the \d devices, got 16"),
+    ],
+    ids=["no_coordinator", "zero", "indivisible"],
+)
+def test_what_expert_parallel_refuses(arguments, text):
+    process = start("cpu", *arguments)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode != 0 and re.search(f"{text}$", output.splitlines()[-1]), output
+
+
+@platforms
+def test_expert_parallel_in_two_processes(platform):
+    _, implementation, name = PLATFORMS[platform]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     several = [
-        start(f"--coordinator={coordinator}", "--processes=2", f"--process={i}", f"--device={i}") for i in (0, 1)
+        start(platform, f"--coordinator={coordinator}", "--processes=2", f"--process={i}", f"--device={i}")
+        for i in (0, 1)
     ]
     outputs = [process.communicate(timeout=100)[0] for process in several]
     assert [process.returncode for process in several] == [0, 0], outputs
     first, last = losses(outputs[0])
     assert last < first and not losses(outputs[1])
-    assert re.search(r"'xla' over {'data': 1, 'expert': \d+} cpu devices, 2 process", outputs[0]), outputs
+    head = rf"'{implementation}' over {{'data': 1, 'expert': \d+}} {name} devices, 2 process"
+    assert re.search(head, outputs[0]), outputs

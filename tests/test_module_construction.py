@@ -147,6 +147,11 @@ WRONG = {
         TypeError,
         f"MoKMoE: param_dtype must be one of {DTYPE_NAMES}, got 'half a float'",
     ),
+    "dtype_of_mxfp8": (
+        dict(dtype=jnp.float32, config=mok_jax.MoKConfig(precision="mxfp8")),
+        ValueError,
+        'MoKMoE: dtype must be bfloat16 for precision="mxfp8", got float32; param_dtype may be float32',
+    ),
     "config": (dict(config=3), TypeError, "MoKMoE: config must be a MoKConfig, got int 3"),
     "implementation": (
         dict(implementation="best"),

@@ -1,16 +1,19 @@
 """Both modules over meshes: what one device gives, whatever is sharded and how."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import TINY, assert_near, kinds, mesh_of
+from cases import GPU, TINY, assert_near, bound, kinds, mesh_of, tiny
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layers import RECORDED, by_hand, layer_of, parameters_of, results_of, run, x_of
+from layers import RECORDED, by_hand, layer_of, parameters_of, results_of, run, sharpest_of, x_of
+
+import mok_jax
 
 OTHERWISE = {  # as FSDP leaves them
     "router": P("data"),
@@ -91,20 +94,30 @@ def test_token_axes_as_moe_takes_them(token_axes):
     assert_near({"y": y}, {"y": expected_on_a_mesh()["y"]}, 1e-12)
 
 
-def test_steps_on_two_ranks_are_those_of_one_device():
+@pytest.mark.parametrize("implementation", ["host", "cuda"] if GPU else ["host"])
+def test_steps_on_two_ranks_are_those_of_one_device(implementation):
+    devices = jax.devices("cuda" if implementation == "cuda" else "cpu")[:2]
+    if len(devices) < 2:
+        pytest.skip("needs 2 CUDA devices")
+    dtype, config = sharpest_of(implementation), dataclasses.replace(tiny(implementation), barrier_timeout=20.0)
+    start, x, mask = parameters_of(dtype, experts=8), x_of(8, 16, dtype=dtype), mask_of(8, 16)
+
     def trained(mesh):
-        layer = layer_of("nnx", implementation="host", config=TINY, num_experts=8, mesh=mesh)
+        layer = layer_of("nnx", implementation=implementation, config=config, num_experts=8, mesh=mesh)
 
         def step(parameters, _):
-            results = results_of(layer, parameters, x_of(8, 16), mask_of(8, 16))
+            results = results_of(layer, parameters, x, mask)
             return {name: p - 0.01 * results[f"d_{name}"] for name, p in parameters.items()}, results["y"]
 
-        return jax.device_get(jax.jit(lambda p: jax.lax.scan(step, p, None, 3))(parameters_of(experts=8)))
+        return jax.device_get(jax.jit(lambda p: jax.lax.scan(step, p, None, 3))(start))
 
-    devices = jax.devices()[:2]
-    (one, y), (two, y_of_two) = trained(None), trained(jax.make_mesh((2,), ("expert",), devices=devices))
-    assert_near(two | {"y": y_of_two}, one | {"y": y}, 1e-12)
-    assert all(np.abs(one[name] - value).max() > 1e-3 for name, value in parameters_of(experts=8).items())
+    try:
+        (one, y), (two, y_of_two) = trained(None), trained(jax.make_mesh((2,), ("expert",), devices=devices))
+    finally:
+        if implementation == "cuda":
+            mok_jax.distributed.finalize()
+    assert_near(two | {"y": y_of_two}, one | {"y": y}, bound(implementation, 1e-12))
+    assert all(np.abs(one[name] - value).max() > 1e-3 for name, value in start.items())
 
 
 def mask_of(*leading):

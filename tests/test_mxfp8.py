@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import GPU, assert_same_bits, on_device, refuse
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mok_jax
 from mok_jax import ops
@@ -211,9 +213,36 @@ def test_a_slice_of_experts_is_the_slice_of_the_quantised():
     [
         (np.zeros((2, 3)), 0, TypeError, "w must be a bfloat16 or float32 array, got float64; cast it"),
         ([1.0], 0, TypeError, "w must be a bfloat16 or float32 array, got list; cast it"),
-        (np.zeros((2, 3), "float32"), 2, ValueError, "axis must be one of the 2 of w, got 2"),
+        (np.zeros((2, 3), "float32"), 2, ValueError, "axis must be an integer, one of the 2 axes of w, got 2"),
+        (np.zeros((2, 3), "float32"), None, ValueError, "axis must be an integer, one of the 2 axes of w, got None"),
+        (np.zeros((2, 3), "float32"), True, ValueError, "axis must be an integer, one of the 2 axes of w, got True"),
+        (np.float32(1), 0, ValueError, "axis must be an integer, one of the 0 axes of w, got 0"),
     ],
-    ids=["dtype", "list", "axis"],
+    ids=["dtype", "list", "axis", "no_axis", "bool", "scalar"],
 )
 def test_refused(w, axis, error, text):
     refuse(error, f"quantize_mxfp8: {text}", mok_jax.quantize_mxfp8, w, axis)
+
+
+def test_what_a_weight_must_be():
+    text = "quantize_weight: w must be a bfloat16 or float32 array, got int32; cast it"
+    refuse(TypeError, text, mok_jax.quantize_weight, np.ones((2, 2), np.int32))
+    text = "quantize_weight: w must be [..., in, out], got float32[40]"
+    refuse(ValueError, text, mok_jax.quantize_weight, np.ones(40, np.float32))
+    q = mok_jax.quantize_mxfp8(np.ones(40, np.float32), 0)
+    refuse(TypeError, "Mxfp8.dequantize: dtype must be bfloat16 or float32, got 'int32'", q.dequantize, "int32")
+
+
+@pytest.mark.parametrize(
+    "spec", [("expert", None, "data"), (None, ("expert", "data")), (None, None, "expert"), ("expert", "data")], ids=str
+)
+def test_weights_split_along_any_axis(spec):
+    """Over Explicit axes a block may lie on two devices, and JAX reshapes no split axis by itself."""
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
+    w = np.random.default_rng(5).normal(size=(8, 96, 64)).astype(np.float32)
+    expected = mok_jax.quantize_weight(w)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(w, NamedSharding(mesh, P(*spec)))
+        for quantize in (mok_jax.quantize_weight, jax.jit(mok_jax.quantize_weight)):
+            assert_same_bits(quantize(split), expected)
+            assert_same_bits(quantize(split).dequantize(), expected.dequantize())

@@ -4,13 +4,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import PATTERNS, Case, assert_near, assert_same_bits, cotangent_of, make_case, run
+from cases import GPU, PATTERNS, Case, assert_near, assert_same_bits, cotangent_of, make_case, run
 from jax.test_util import check_grads
 
 from mok_jax import MoKConfig
 from mok_jax.reference import moe_reference, swiglu
 
 SIZES = dict(tokens=9, hidden=5, intermediate=7, shared=3, experts=6, top_k=3)
+
+
+@pytest.mark.parametrize("precision", [None, "mxfp8"])
+@pytest.mark.parametrize("implementation", ["reference", "host"])
+@pytest.mark.parametrize("name", ["w_gate", "w_up", "w_down"])
+def test_rows_of_others_do_not_meet_an_infinite_weight(name, implementation, precision):
+    """Clamped, an infinite u is a number again, and then so are the weights' gradients of its expert."""
+    if GPU and implementation == "host":
+        pytest.skip("without CPU devices")
+    case = make_case("bf16", "distinct", **SIZES)
+    config = MoKConfig(swiglu_limit=0.5, precision=precision)
+    clean = run(case, implementation, config=config)
+    weight = getattr(case, name)
+    used = int(case.expert_ids[0, 0])
+    found = run(case._replace(**{name: weight.at[used, 1, 2].set(jnp.inf)}), implementation, config=config)
+    for key, value in found.items():
+        if key.startswith("d_w_"):
+            assert_same_bits(np.delete(value, used, axis=0), np.delete(clean[key], used, axis=0))
+    if name == "w_up":
+        assert all(np.isfinite(found[key].astype(np.float32)).all() for key in ("y", "d_w_gate", "d_w_up", "d_w_down"))
 
 
 def ffn(x, w_gate, w_up, w_down, limit):

@@ -14,7 +14,7 @@
 #include <cstring>
 
 #include "../params.h"
-#include "../tasks.h"
+#include "../workspace.h"
 #include "megakernel.h"
 #include "status.h"
 
@@ -55,31 +55,7 @@ struct Control {
   uint32_t owner;    // whether a call is under way; its own kernels set and clear it
   Arrival arrivals[2][kMaxRanks];
 };
-inline constexpr int64_t kControlBytes = 16384;
-static_assert(sizeof(Control) <= kControlBytes, "the control block has its place");
-
-// Offsets in an arena, the same on every rank and for MXFP8, whose rows of x and dy are smaller unless H < 48:
-// 16 KiB, 2 T H s, 8 T K, T K (H s + 4), each part rounded up to 256 bytes; s: bytes of an element of x.
-struct ArenaLayout {
-  int64_t x, d_y, router_weights, ids, returned, returned_d_weights, total;
-};
-inline ArenaLayout LayOutArena(const Dims& d, int64_t storage_bytes) {
-  ArenaLayout at{};
-  at.total = kControlBytes;
-  const auto take = [&at](int64_t bytes) {
-    const int64_t begin = at.total;
-    at.total += RoundUp(bytes, 256);
-    return begin;
-  };
-  const int64_t row_bytes = Max(d.hidden * storage_bytes, MxRowBytes(d.hidden));
-  at.x = take(d.tokens * row_bytes);
-  at.d_y = take(d.tokens * row_bytes);
-  at.router_weights = take(d.Routes() * 4);
-  at.ids = take(d.Routes() * 4);
-  at.returned = take(d.Routes() * d.hidden * storage_bytes);
-  at.returned_d_weights = take(d.Routes() * 4);
-  return at;
-}
+static_assert(sizeof(Control) <= kArenaControlBytes, "the control block has its place");
 
 // One device's place among its peers.
 struct Group {

@@ -487,9 +487,6 @@ PYBIND11_MODULE(_cuda, module) {
         if (!error.empty()) throw std::runtime_error(error);
       },
       py::arg("ordinal"));
-  module.def(
-      "arena_bytes", [](const Plan& plan, int64_t storage_bytes) { return LayOutArena(plan, storage_bytes).total; },
-      py::arg("dims"), py::arg("storage_bytes"));
   // Where in one rank's workspace the bytes that it pulled are counted.
   module.def(
       "pulled_bytes_offset",
