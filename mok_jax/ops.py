@@ -406,7 +406,8 @@ def _call(target: str, dims: Dims, context: bool, gradients: int, shapes, argume
     call = jax.ffi.ffi_call(target + PEERS * (dims.table != 0), results, vmap_method=method)
     run: Any = functools.partial(call, **dims.attributes(target == BACKWARD, context, gradients))
     if dims.config.collective_stream and dims.table != 0:
-        run = compute_on(run, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device)
+        on_stream: Any = compute_on  # jax 0.10 declares another one
+        run = on_stream(run, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device)
     # `moe_ffi` has the first derivative, nothing has the second.
     text = f'moe: implementation "{dims.implementation}" has no second derivative; '
     text += 'use implementation="xla" or "reference"'

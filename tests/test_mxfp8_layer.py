@@ -389,7 +389,8 @@ def test_a_module_trains(implementation):
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
 def test_dtype_of_x(dtype):
     case = make_case(dtype, **SMALL)
-    text = f'moe: x must be bfloat16[tokens, hidden] for precision="mxfp8", got {case.x.dtype}[37, 24]; cast x'
+    got = f"{case.x.dtype}[37, 24]; cast x, or give a layer dtype=jnp.bfloat16"
+    text = f'moe: x must be bfloat16[tokens, hidden] for precision="mxfp8", got {got}'
     refuse(TypeError, text, call, case, "host", config=MXFP8)
 
 
