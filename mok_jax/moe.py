@@ -238,7 +238,7 @@ def _source(name: str, axis: str) -> str:
 def as_array(who: str, name: str, value) -> jax.Array:
     """`value`, which must be an array of JAX's or NumPy's."""
     if isinstance(value, (Mxfp8, Mxfp8Weight)):
-        advice = "which the shared expert cannot be" if name.startswith("shared") else "use quantize_weight(w)"
+        advice = "the shared expert is not quantised" if name.startswith("shared") else "use quantize_weight(w)"
         raise TypeError(f"{who}: {name} must be an array, got {type(value).__name__}; {advice}")
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         raise TypeError(f"{who}: {name} must be an array, got {describe(value)}; use jnp.asarray")
@@ -384,7 +384,7 @@ def _table(placement: Placement, dims: ops.Dims, config: MoKConfig) -> int:
     """The table of peers for a call, made here where one process holds a concrete mesh; 0 where none is needed."""
     if config.virtual_ranks > 1 or (placement.ranks == 1 and not distributed.tables()):
         return 0
-    wanted = dataclasses.replace(dims, table=1).arena_bytes()
+    wanted = dims.arena_bytes()
     found = distributed.find(placement.mesh, placement.expert_axis, wanted)
     if found is not None or placement.ranks == 1:
         return 0 if found is None else found.id

@@ -7,6 +7,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import GPU, call, make_case, refuse
 from flax import nnx
@@ -500,3 +501,25 @@ def test_a_long_value_is_cut():
         "moe: x must be an array, got list [" + "1.0, " * 15 + "1.0,...; use jnp.asarray",
         CASE._replace(x=[1.0] * 1000),
     )
+
+
+# ---- what a newcomer and a breaker came upon ----
+
+
+def test_an_unknown_name_cannot_run():
+    text = "moe: implementation must be one of ('cuda', 'host', 'xla', 'reference'), got 'cud'"
+    refuse(ValueError, text, mok_jax.why_not, "cud")
+
+
+def test_a_mesh_without_devices():
+    refuse_call(ValueError, "moe: mesh must have devices, got {'expert': 0}", mesh=Mesh(np.array([]), ("expert",)))
+
+
+def test_quantised_values_in_place_of_a_weight():
+    case = make_case("bf16", **SIZES)
+    q = mok_jax.quantize_mxfp8(case.w_gate, 1)
+    text = "moe: w_gate must be an array, got Mxfp8; use quantize_weight(w)"
+    refuse_call(TypeError, text, case._replace(w_gate=q))
+    shared = (mok_jax.quantize_weight(case.shared[0]), *case.shared[1:])
+    text = "moe: shared w_gate must be an array, got Mxfp8Weight; the shared expert is not quantised"
+    refuse_call(TypeError, text, case._replace(shared=shared))

@@ -55,14 +55,23 @@ def test_it_names_the_choice_over_all_devices():
 def test_the_arena_of_a_shape():
     lines = report("--tokens", "1024", "--hidden", "512", "--top-k", "2", "--dtype", "float32")
     assert lines["arena"].startswith("16 KiB + 2 T H s + 8 T K + T K (H s + 4) bytes")
-    try:
-        ops.cuda()
-    except ImportError as error:
-        assert lines["peers"] == str(error)
-        return
     size = 16384 + 2 * 1024 * 512 * 4 + 8 * 2048 + 2048 * (512 * 4 + 4)
     assert lines["T 1024 H 512 K 2 float32"] == f"{size} bytes, {size / 2**20:.1f} MiB"
     assert cases.GPU or lines["peers"] == "there is no CUDA device here"
+
+
+def test_a_backend_that_is_not_there(monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    lines = report()
+    assert lines["devices"] == "none: JAX cannot start its backend: Unable to initialize backend 'cuda'"
+    assert "extension module" in lines and "chosen" not in lines
+
+
+def test_a_shape_beyond_all_arenas():
+    assert "must be below 2**31" in report("--tokens", "2000000000")["T 2000000000 H 4096 K 8 bfloat16"]
 
 
 def test_sizes_out_of_range(capsys):
