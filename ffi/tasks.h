@@ -5,8 +5,8 @@
 // its consumers, so that a worker may take the next task of either and wait for its counters. A task is
 // decoded from its index by arithmetic and binary searches, never by a scan.
 //
-// Within a macrobatch a minibatch's second stage stands after the next minibatch's first one, and so on, so
-// that a stage seldom waits for the tail of the one before.
+// Within a macrobatch the second stage of about a minibatch, of whole experts, so that their weights are read once,
+// stands after the next one's first stage, and so on, so that a stage seldom waits for the tail of the one before.
 //
 // Words: a block is row_tile rows of one expert. Block b's predecessor is the block that held its ring
 // rows before: of the next macrobatch in the forward pass, which runs last to first, of the previous
@@ -80,6 +80,7 @@ class TaskList {
     minibatch_blocks_ = dims.minibatch / dims.row_tile;
     macrobatch_blocks_ = dims.macrobatch / dims.row_tile;
     macrobatches_ = Max(1, CeilDiv(blocks_, macrobatch_blocks_));
+    step_experts_ = Max(1, dims.minibatch / Max(dims.Routes() / dims.local_experts, dims.row_tile));
     width_tiles_ = CeilDiv(dims.intermediate, tiles.gate_up_columns);
     d_width_tiles_ = CeilDiv(dims.intermediate, tiles.d_hidden_columns);
     hidden_tiles_ = CeilDiv(dims.hidden, tiles.hidden_columns);
@@ -233,7 +234,7 @@ class TaskList {
   }
 
   // The stages that a block of this macrobatch goes through: gate-up, dgrad-down and what makes the result;
-  // those it skips have no tiles. A stage runs `lag` minibatches behind the first one.
+  // those it skips have no tiles. A stage runs `lag` steps behind the first one.
   struct Stages {
     Index tiles[3];
     Index lag[3];
@@ -244,11 +245,17 @@ class TaskList {
             {0, computes ? 1 : 0, (computes ? 1 : 0) + (backward_ ? 1 : 0)}};
   }
 
-  // Tasks of a macrobatch before its step-th step. Step t runs each stage of minibatch t - lag.
-  MOK_HD Index BeforeStep(const Stages& stages, Index blocks, Index step) const {
+  // Blocks of a macrobatch, whose first expert is given, before the step_experts_ experts of a stage's step-th step.
+  MOK_HD Index BlocksBefore(Index macrobatch, Index first_expert, Index step) const {
+    const Index expert = Min(first_expert + Max(step, 0) * step_experts_, local_experts_);
+    return Max(0, Min(row_offset_[expert] / row_tile_ - macrobatch * macrobatch_blocks_, BlocksIn(macrobatch)));
+  }
+
+  // Tasks of a macrobatch before its step-th step. Step t runs step t - lag of each stage.
+  MOK_HD Index BeforeStep(const Stages& stages, Index macrobatch, Index first_expert, Index step) const {
     Index tasks = 0;
     for (int s = 0; s < 3; ++s) {
-      tasks += stages.tiles[s] * Min(Max(step - stages.lag[s], 0) * minibatch_blocks_, blocks);
+      tasks += stages.tiles[s] * BlocksBefore(macrobatch, first_expert, step - stages.lag[s]);
     }
     return tasks;
   }
@@ -266,16 +273,17 @@ class TaskList {
     before += Before(low);
     const Index macrobatch = backward_ ? low : macrobatches_ - 1 - low;
     const Stages stages = StagesOf(macrobatch);
-    const Index blocks = BlocksIn(macrobatch), steps = CeilDiv(blocks, minibatch_blocks_) + stages.lag[2];
-    const Index in_blocks = BeforeStep(stages, blocks, steps);
+    const Index first_expert = FirstExpert(macrobatch);
+    const Index steps = CeilDiv(LastExpert(macrobatch) - first_expert + 1, step_experts_) + stages.lag[2];
+    const Index in_blocks = BlocksIn(macrobatch) * (stages.tiles[0] + stages.tiles[1] + stages.tiles[2]);
     if (index - before >= in_blocks) return GradientRun(macrobatch, before + in_blocks, index);
     low = 0, high = steps - 1;  // the last step whose first task is not after this one
     while (low < high) {
       const Index middle = (low + high + 1) / 2;
-      if (before + BeforeStep(stages, blocks, middle) <= index) low = middle;
+      if (before + BeforeStep(stages, macrobatch, first_expert, middle) <= index) low = middle;
       else high = middle - 1;
     }
-    before += BeforeStep(stages, blocks, low);
+    before += BeforeStep(stages, macrobatch, first_expert, low);
     Run run;
     run.task.macrobatch = macrobatch;
     Index first = 0, here = 0;
@@ -284,12 +292,12 @@ class TaskList {
       if (found) continue;
       run.task.op = s == 0 ? Op::kGateUp : s == 1 ? Op::kDgradDown : backward_ ? Op::kDgradGateUp : Op::kDown;
       run.columns = stages.tiles[s];
-      first = (low - stages.lag[s]) * minibatch_blocks_;
-      here = first < 0 ? 0 : Max(0, Min(minibatch_blocks_, blocks - first));
+      first = BlocksBefore(macrobatch, first_expert, low - stages.lag[s]);
+      here = BlocksBefore(macrobatch, first_expert, low - stages.lag[s] + 1) - first;
       found = index - before < here * run.columns;
       if (!found) before += here * run.columns;
     }
-    // Expert by expert, so that its weights are read once. Each block has as many tasks, so this one stands where
+    // Expert by expert. Each block has as many tasks, so this one stands where
     // those of the block at that place would.
     first += macrobatch * macrobatch_blocks_;
     const Index expert = ExpertOf((first + (index - before) / run.columns) * row_tile_);
@@ -502,19 +510,17 @@ class TaskList {
   }
 
   // Place `index` of a walk over a run's grid: in groups of about `group_` rows, whose operands a second level
-  // cache holds, column by column. Places 2 i and 2 i + 1 are two rows of one column, those of an odd last row
-  // two columns of it, so that two multiprocessors can share an operand.
+  // cache holds, two columns at a time, first one, then the other. Places 2 i and 2 i + 1 are two rows of one
+  // column, those of an odd last row the two columns, so that two multiprocessors can share an operand.
   MOK_HD static void Walk(const Run& run, Index index, Index* row, Index* column) {
     const Index before = index / (run.group * run.columns) * run.group;
     index -= before * run.columns;
-    const Index here = Min(run.group, run.rows - before), pairs = here / 2;
-    if (index < 2 * pairs * run.columns) {
-      *row = before + index / 2 % pairs * 2 + index % 2;
-      *column = index / 2 / pairs;
-    } else {
-      *row = before + here - 1;
-      *column = index - 2 * pairs * run.columns;
-    }
+    const Index here = Min(run.group, run.rows - before), even = here / 2 * 2;
+    const Index first = index / (2 * here) * 2, columns = Min(2, run.columns - first);
+    index -= first * here;
+    const bool paired = index < columns * even;
+    *row = before + (paired ? index % even : here - 1);
+    *column = first + (paired ? index / even : index - columns * even);
   }
 
   bool context_;
@@ -522,7 +528,7 @@ class TaskList {
   CounterLayout at_;
   Index row_tile_, macrobatch_rows_, local_experts_;
   bool pulls_, pushes_, backward_;
-  Index parts_, group_;
+  Index parts_, group_, step_experts_;
   Index blocks_, minibatch_blocks_, macrobatch_blocks_, macrobatches_;
   Index width_tiles_, d_width_tiles_, hidden_tiles_, gradient_tiles_;
   Index token_blocks_, shared_width_tiles_, shared_d_width_tiles_;

@@ -305,6 +305,33 @@ def test_every_weight_gradient_is_stored_once_from_all_its_rows(counts, gradient
         assert sum(n for key, n in stored.items() if key[0] == op) == 4 * bool(gradients & bit)
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_an_expert_s_weights_are_read_in_one_go(backward):
+    """Though a minibatch ends within it."""
+    counts = [3, 2, 0, 3, 3, 1, 5]  # blocks
+    dims = make_dims(tokens=17 * TILE, top_k=1, experts=7, row_tile=TILE, minibatch=4 * TILE, macrobatch=20 * TILE)
+    offsets = np.cumsum([0, *counts]).astype(np.int32) * TILE
+    pass_ = host.Pass(backward=backward, context=True, gradients=0)
+    _, tasks, _ = host.list_tasks(dims, pass_, offsets, *TARGETS["pulling"])
+    runs = [key for key, _ in itertools.groupby((t["op"], t["expert"]) for t in tasks)]
+    assert len(runs) == len(set(runs)) == 2 * 6
+    assert [op for op, _ in runs[:3]] != [runs[0][0]] * 3  # and stages take turns
+
+
+@pytest.mark.parametrize("columns", [5, 6])
+def test_an_odd_last_row_stands_beside_its_columns(columns):
+    dims = make_dims(tokens=40, top_k=1, experts=1, row_tile=TILE, minibatch=64, macrobatch=64, hidden=2 * columns)
+    tiles = (4, 4, 2, 4, 4, 4, 4, 16, 1)
+    _, tasks, _ = host.list_tasks(
+        dims, host.Pass(backward=False, context=False, gradients=0), np.array([0, 40], np.int32), tiles, False
+    )
+    places = [(t["block"], t["tile"]) for t in tasks if t["op"] == "down"]
+    assert sorted(places) == [(block, tile) for block in range(5) for tile in range(columns)]
+    assert [tile // 2 for _, tile in places] == sorted(tile // 2 for _, tile in places)
+    pairs = zip(places[::2], places[1::2], strict=False)
+    assert all(one[0] == other[0] or one[1] == other[1] for one, other in pairs)  # they share an operand
+
+
 def test_macrobatches_run_last_to_first_and_back():
     forward = [t["macrobatch"] for t in listing([70, 30]).compute if t["op"] == "gate-up"]
     backward = [t["macrobatch"] for t in listing([70, 30], backward=True).compute if t["op"] == "dgrad-down"]
