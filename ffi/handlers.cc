@@ -122,7 +122,7 @@ py::tuple BuildSchedule(const Plan& d, int64_t rank, py::array_t<int32_t, py::ar
 }
 
 // Both task sequences as dictionaries and the expected total of each counter: for tests.
-// tiles: gate-up, dgrad-down and hidden columns, rows and columns of both weight gradients, group, parts.
+// tiles: gate-up, dgrad-down and hidden columns, rows and columns of both weight gradients, group, values moved.
 py::tuple ListTasks(const Plan& d, const Pass& pass, py::array_t<int32_t, py::array::c_style> row_offset,
                     const std::array<int64_t, 9>& tiles, bool gathers) {
   const TaskList list(d,
@@ -132,7 +132,7 @@ py::tuple ListTasks(const Plan& d, const Pass& pass, py::array_t<int32_t, py::ar
                        {tiles[3], tiles[4]},
                        {tiles[5], tiles[6]},
                        tiles[7],
-                       d.row_tile / tiles[8],
+                       tiles[8],
                        gathers},
                       pass, row_offset.data());
   const auto show = [](const Task& task) {

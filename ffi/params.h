@@ -23,7 +23,7 @@ struct Dims {
   int64_t ranks;                // R
   int64_t top_k;                // K
   int64_t row_tile;             // rows of one tile; each expert's segment is padded to it
-  int64_t minibatch;            // rows that become ready together; a multiple of row_tile
+  int64_t minibatch;            // rows that a stage takes at a time, about; a multiple of row_tile
   int64_t macrobatch;           // rows that the ring holds; a multiple of minibatch, unless it holds all
   int64_t capacity;             // most rows that any routing can give one rank; a multiple of row_tile
   bool peers;                   // ranks are devices, which meet in arenas (cuda/arena.h): so may a single one

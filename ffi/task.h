@@ -10,6 +10,8 @@
 
 namespace mok {
 
+inline constexpr int64_t kMostMovedRows = 32;
+
 // What the list takes from its target, beside Dims::row_tile.
 struct Tiles {
   struct Shape {
@@ -20,9 +22,9 @@ struct Tiles {
   int64_t hidden_columns;    // of a tile of down and dgrad-gate-up
   Shape gate_up_gradient;    // a tile of it has as many of gate and of up
   Shape down_gradient;
-  int64_t group;               // rows of tiles walked column by column, about
-  int64_t communication_rows;  // of a communication task; 0: a whole block
-  bool gathers;                // reads x and dy where they are if they need neither travel nor be converted
+  int64_t group;                 // rows of tiles walked column by column, about
+  int64_t communication_values;  // of a communication task, about, of 1 to kMostMovedRows rows; 0: a whole block
+  bool gathers;                  // reads x and dy where they are if they need neither travel nor be converted
 };
 
 // In the wider type of the two.

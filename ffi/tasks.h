@@ -14,10 +14,10 @@
 //
 // Counters; each is used for one purpose once a call and starts at zero.
 //   name                 arrives (how often)                          who waits
-//   x_ready[minibatch]   dispatch, reverse-combine (blocks * parts)   gate-up; without replay dgrad-down
+//   x_ready[block]       dispatch, reverse-combine (parts)            gate-up; without replay dgrad-down
 //   hidden_ready[block]  gate-up (column tiles of I)                  down; in the backward pass dgrad-down
-//   out_ready[minibatch] down, dgrad-gate-up (blocks * tiles of H)    combine, reverse-dispatch; whatever
-//                                                                     overwrites the minibatch's ring rows
+//   out_ready[block]     down, dgrad-gate-up (tiles of H)             combine, reverse-dispatch; whatever
+//                                                                     overwrites the block's ring rows
 //   out_consumed[block]  combine, reverse-dispatch (parts)            down, dgrad-down of the successor
 //   d_hidden_ready[block] dgrad-down (its column tiles of I)          dgrad-gate-up, weight gradients
 //   gradient_done[segment] weight gradients (tiles)                   whatever overwrites the expert's ring
@@ -41,13 +41,12 @@ struct CounterLayout {
 
   MOK_HD explicit CounterLayout(const Dims& d) {
     const Index blocks = d.capacity / d.row_tile;
-    const Index minibatches = CeilDiv(d.capacity, d.minibatch);
     const Index macrobatches = Max(1, CeilDiv(d.capacity, d.macrobatch));
     const Index token_blocks = CeilDiv(d.tokens, d.row_tile);
     x_ready = 0;
-    hidden_ready = x_ready + minibatches;
+    hidden_ready = x_ready + blocks;
     out_ready = hidden_ready + blocks;
-    out_consumed = out_ready + minibatches;
+    out_consumed = out_ready + blocks;
     d_hidden_ready = out_consumed + blocks;
     gradient_done = d_hidden_ready + blocks;
     shared_hidden_ready = gradient_done + d.local_experts + macrobatches;
@@ -73,11 +72,13 @@ class TaskList {
         local_experts_(static_cast<Index>(dims.local_experts)) {
     pushes_ = dims.Exchanges();
     pulls_ = mok::Pulls(dims, tiles, pass);
-    parts_ = tiles.communication_rows == 0 ? 1 : CeilDiv(dims.row_tile, tiles.communication_rows);
+    const bool whole = tiles.communication_values == 0;
+    const int64_t moved = whole ? dims.row_tile : Min(tiles.communication_values / dims.hidden, kMostMovedRows);
+    part_rows_ = static_cast<Index>(Max(1, Min(moved, dims.row_tile)));
+    parts_ = CeilDiv(row_tile_, part_rows_);
     group_ = tiles.group;
     backward_ = pass.direction == Direction::kBackward;
     blocks_ = row_offset[dims.local_experts] / dims.row_tile;
-    minibatch_blocks_ = dims.minibatch / dims.row_tile;
     macrobatch_blocks_ = dims.macrobatch / dims.row_tile;
     macrobatches_ = Max(1, CeilDiv(blocks_, macrobatch_blocks_));
     step_experts_ = Max(1, dims.minibatch / Max(dims.Routes() / dims.local_experts, dims.row_tile));
@@ -104,8 +105,8 @@ class TaskList {
   MOK_HD Index NumCounters() const { return at_.total; }
   MOK_HD Index Macrobatches() const { return macrobatches_; }
   MOK_HD Index DHiddenTiles() const { return d_width_tiles_; }  // partial sums of a row's <dh', h>
-  // The part of a block's `row_tile` rows that communication task `tile` moves: [first, first + rows).
-  MOK_HD Index PartRows() const { return CeilDiv(row_tile_, parts_); }
+  // Of a block's rows communication task `tile` moves the tile-th PartRows(), as far as there are so many.
+  MOK_HD Index PartRows() const { return part_rows_; }
   MOK_HD bool Pulls() const { return pulls_; }
   MOK_HD Index RowOffset(Index expert) const { return row_offset_[expert]; }
   // Whether gate and up of a macrobatch are computed in this pass (always in the forward pass).
@@ -153,13 +154,13 @@ class TaskList {
   // A counter's total when every task is done.
   MOK_HD Index Expected(Index counter) const {
     if (counter < at_.hidden_ready) {
-      return pulls_ ? BlocksInMinibatch(counter - at_.x_ready) * parts_ : 0;
+      return pulls_ && counter - at_.x_ready < blocks_ ? parts_ : 0;
     }
     if (counter < at_.out_ready) {
       const Index block = counter - at_.hidden_ready;
       return block < blocks_ && Computes(block / macrobatch_blocks_) ? width_tiles_ : 0;
     }
-    if (counter < at_.out_consumed) return BlocksInMinibatch(counter - at_.out_ready) * hidden_tiles_;
+    if (counter < at_.out_consumed) return counter - at_.out_ready < blocks_ ? hidden_tiles_ : 0;
     if (counter < at_.d_hidden_ready) return pushes_ && counter - at_.out_consumed < blocks_ ? parts_ : 0;
     if (counter < at_.gradient_done) {
       return backward_ && counter - at_.d_hidden_ready < blocks_ ? d_width_tiles_ : 0;
@@ -201,9 +202,6 @@ class TaskList {
 
   MOK_HD Index BlocksIn(Index macrobatch) const {
     return Min(macrobatch_blocks_, blocks_ - macrobatch * macrobatch_blocks_);
-  }
-  MOK_HD Index BlocksInMinibatch(Index minibatch) const {
-    return Max(0, Min(minibatch_blocks_, blocks_ - minibatch * minibatch_blocks_));
   }
 
   // Experts of a macrobatch. An expert without rows belongs to the macrobatch where it would stand, so
@@ -297,8 +295,7 @@ class TaskList {
       found = index - before < here * run.columns;
       if (!found) before += here * run.columns;
     }
-    // Expert by expert. Each block has as many tasks, so this one stands where
-    // those of the block at that place would.
+    // Expert by expert. Each block has as many tasks, so this one stands where those of the block at that place would.
     first += macrobatch * macrobatch_blocks_;
     const Index expert = ExpertOf((first + (index - before) / run.columns) * row_tile_);
     run.task.expert = expert;
@@ -369,11 +366,11 @@ class TaskList {
       case Op::kDown:
         task->WaitFor<0>(at_.hidden_ready + block, width_tiles_);
         WaitForPush(task);
-        task->signal = at_.out_ready + MinibatchOf(block);
+        task->signal = at_.out_ready + block;
         return;
       case Op::kDgradGateUp:  // dgrad-down has waited for the push
         task->WaitFor<0>(at_.d_hidden_ready + block, d_width_tiles_);
-        task->signal = at_.out_ready + MinibatchOf(block);
+        task->signal = at_.out_ready + block;
         return;
       case Op::kSharedGateUp: task->signal = at_.shared_hidden_ready + block; return;
       case Op::kSharedDgradDown:
@@ -427,7 +424,7 @@ class TaskList {
     task.macrobatch = block / macrobatch_blocks_;
     Place(&task, backward_ ? Op::kReverseCombine : Op::kDispatch, block, 0);
     WaitForRing(&task);
-    task.signal = at_.x_ready + MinibatchOf(block);
+    task.signal = at_.x_ready + block;
     return task;
   }
 
@@ -436,24 +433,23 @@ class TaskList {
     Task task;
     task.macrobatch = block / macrobatch_blocks_;
     Place(&task, backward_ ? Op::kReverseDispatch : Op::kCombine, block, 0);
-    task.WaitFor<0>(at_.out_ready + MinibatchOf(block), BlocksInMinibatch(MinibatchOf(block)) * hidden_tiles_);
+    task.WaitFor<0>(at_.out_ready + block, hidden_tiles_);
     task.signal = at_.out_consumed + block;
     return task;
   }
 
   // The block's x (and dy) rows are there; what is gathered instead only needs its ring rows free.
   MOK_HD void WaitForX(Task* task) const {
-    const Index minibatch = MinibatchOf(task->block);
-    if (pulls_) task->WaitFor<0>(at_.x_ready + minibatch, BlocksInMinibatch(minibatch) * parts_);
+    if (pulls_) task->WaitFor<0>(at_.x_ready + task->block, parts_);
     else WaitForRing(task);
   }
 
-  // Everything that read the ring rows of this block before has done so: the predecessor's minibatch is
-  // out (so its x, h and gradients of h are read), and in the backward pass so are its weight gradients.
+  // Everything that read the ring rows of this block before has done so: the predecessor is out (so
+  // its x, h and gradients of h are read), and in the backward pass so are its weight gradients.
   MOK_HD void WaitForRing(Task* task) const {
     const Index before = Predecessor(task->block);
     if (before < 0) return;
-    task->WaitFor<0>(at_.out_ready + MinibatchOf(before), BlocksInMinibatch(MinibatchOf(before)) * hidden_tiles_);
+    task->WaitFor<0>(at_.out_ready + before, hidden_tiles_);
     if (backward_) {
       const Index segment = ExpertOf(before * row_tile_) + before / macrobatch_blocks_;
       task->WaitFor<1>(at_.gradient_done + segment, gradient_tiles_);
@@ -470,7 +466,6 @@ class TaskList {
     const Index before = backward_ ? block - macrobatch_blocks_ : block + macrobatch_blocks_;
     return before >= 0 && before < blocks_ ? before : -1;
   }
-  MOK_HD Index MinibatchOf(Index block) const { return block / minibatch_blocks_; }
 
   MOK_HD void Place(Task* task, Op op, Index block, Index tile) const {
     task->op = op;
@@ -528,8 +523,8 @@ class TaskList {
   CounterLayout at_;
   Index row_tile_, macrobatch_rows_, local_experts_;
   bool pulls_, pushes_, backward_;
-  Index parts_, group_, step_experts_;
-  Index blocks_, minibatch_blocks_, macrobatch_blocks_, macrobatches_;
+  Index part_rows_, parts_, group_, step_experts_;
+  Index blocks_, macrobatch_blocks_, macrobatches_;
   Index width_tiles_, d_width_tiles_, hidden_tiles_, gradient_tiles_;
   Index token_blocks_, shared_width_tiles_, shared_d_width_tiles_;
   Grid gate_up_gradient_, down_gradient_, shared_gate_up_gradient_, shared_down_gradient_;

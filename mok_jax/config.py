@@ -26,9 +26,9 @@ class MoKConfig:
         gradient; `mok_jax.mxfp8_reference` is the definition.
       row_tile: rows of one tile, a multiple of 8; each expert's rows are padded to it. None takes
         the implementation's own, 128. "cuda" has no other.
-      minibatch: rows that become ready for the expert FFN at a time, a multiple of the row tile.
-        None: two waves of tiles; on a GPU at least two balanced experts' rows, up to 4096; in a forward
-        pass that no backward pass follows twice as many.
+      minibatch: rows, about, that each product of the expert FFN takes at a time, a multiple of the
+        row tile. None: two waves of tiles; on a GPU at least two balanced experts' rows, up to 4096;
+        in a forward pass twice as many.
       macrobatch: rows that the ring buffer holds, a multiple of the minibatch. Memory is bounded by
         it whatever the routing; rows beyond it are recomputed in the backward pass. None: all rows
         on one rank, the balanced load plus a quarter on several.

@@ -36,7 +36,8 @@ RING = {
 }
 STAGED = {"forward": ("x", "ids"), "backward": ("x", "d_y")}  # the router weights are with d_y
 PULLED = {"dispatch": ("x",), "reverse-combine": ("x", "d_y")}
-PUSHES = ("combine", "reverse-dispatch")
+PUSHES = ("combine", "reverse-dispatch")  # to other ranks; a rank's own results go straight to its return window:
+RESULTS = ("down", "dgrad-gate-up")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +75,12 @@ class Protocol:
 
 @functools.cache
 def task_list(direction: str, blocks: int):
-    """Both sequences of a rank with one expert: tasks of one tile, two blocks in a mini- and a macrobatch."""
+    """Both sequences of a rank with one expert: tasks of one tile, two blocks in a macrobatch."""
     rows = 2 * ROW_TILE
     dims = make_dims(tokens=blocks * ROW_TILE, top_k=1, experts=1, ranks=2, minibatch=rows, macrobatch=rows)
     pass_ = host.Pass(backward=direction == "backward", context=False, gradients=3)
     offsets = np.asarray([0, blocks * ROW_TILE], np.int32)
-    return host.list_tasks(dims, pass_, offsets, (4, 4, 4, 4, 4, 4, 4, 1, 1), False)[:2]
+    return host.list_tasks(dims, pass_, offsets, (4, 4, 4, 4, 4, 4, 4, 1, 0), False)[:2]
 
 
 class Program(System):
@@ -193,10 +194,11 @@ class Program(System):
         def ring(buffers, blocks):
             return tuple(((buffer, rank, call, b % 2), b) for buffer in buffers for b in blocks)
 
-        reads = ring(RING[op][0], range(block, block + task["blocks"]))
+        own = {"out"} if source == rank else set()
+        reads = ring(set(RING[op][0]) - own, range(block, block + task["blocks"]))
         reads += tuple(((f"staged {name}", source), call) for name in PULLED.get(op, ()))
-        writes = ring(RING[op][1], [block])
-        writes += ((("window", source, rank, block), call),) if op in PUSHES else ()
+        writes = ring(set(RING[op][1]) - own, [block])
+        writes += ((("window", source, rank, block), call),) if op in (RESULTS if own else PUSHES) else ()
         waits = [((rank, call, c), target) for first, n, target in task["waits"] for c in range(first, first + n)]
         name = f"{op} {call} of block {block}"
         bit = self.add(name, rank, "task", after, reads=reads, writes=writes, waits=tuple(waits))

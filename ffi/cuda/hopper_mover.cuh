@@ -150,7 +150,7 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
   const TaskList& list = s.list;
   const Dims& d = p.dims;
   // Careful: below, one lane describes one row, and moves its weight.
-  static_assert(TilesOf(Path::kHopper).communication_rows <= 32, "a communication task has a row for each lane");
+  static_assert(kMostMovedRows <= 32, "a communication task has a row for each lane");
   const int tasks = list.NumCommunication(), routes = static_cast<int>(d.Routes()), top_k = static_cast<int>(d.top_k);
   const int64_t row_bytes = d.hidden * 2, pulled_bytes = mxfp8 ? MxRowBytes(d.hidden) : row_bytes;
   Mover mover(s, row_bytes);
@@ -181,20 +181,20 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
     const Peer& peer = peers.at[source / routes];
     const int route = source % routes, token = route / top_k;
     const int64_t ring_row = moved.ring_row + lane;
-    // x or a result, then dy: first all rows that exist, then those to be cleared.
+    // x, then dy: first all rows that exist, then those to be cleared. Or the results of other ranks' rows.
     char* const x = pulls ? static_cast<char*>(PulledX(p, list, task)) : nullptr;
-    const bool first = !pulls || x != nullptr, second = task.op == Op::kReverseCombine;
+    const bool first = x != nullptr, second = task.op == Op::kReverseCombine;
     const int arrays = first + second, count = moved.count, missing = pulls ? moved.rows - count : 0;
-    if (lane < moved.rows) {
+    const bool pushed = !pulls && exists && source / routes != p.rank;
+    const unsigned all_pushed = __ballot_sync(~0u, pushed);
+    if (pushed) {
+      s.rows[__popc(all_pushed & ((1u << lane) - 1))] = {row(p.ring.out, ring_row), row(peer.returned, route)};
+    } else if (pulls && lane < moved.rows) {
       const int at = exists ? lane : arrays * count + lane - count, next = exists ? count : missing;
-      if (!pulls) {
-        if (exists) s.rows[at] = {row(p.ring.out, ring_row), row(peer.returned, route)};
-      } else {
-        const int64_t skipped = token * pulled_bytes;
-        if (first) s.rows[at] = {static_cast<const char*>(peer.x) + skipped, row(x, ring_row)};
-        if (second) {
-          s.rows[at + first * next] = {static_cast<const char*>(peer.d_y) + skipped, row(p.ring.d_y, ring_row)};
-        }
+      const int64_t skipped = token * pulled_bytes;
+      if (first) s.rows[at] = {static_cast<const char*>(peer.x) + skipped, row(x, ring_row)};
+      if (second) {
+        s.rows[at + first * next] = {static_cast<const char*>(peer.d_y) + skipped, row(p.ring.d_y, ring_row)};
       }
     }
     __syncwarp();
@@ -206,7 +206,7 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
       // Orders the copies after the ordinary stores just waited for. Not for Unpack: it would wait for its stores.
       ptx::FenceProxyAsync();
       if (!unpacks) {
-        const int64_t loaded = mover.Move(arrays * count);
+        const int64_t loaded = mover.Move(pulls ? arrays * count : __popc(all_pushed));
         if (pulls) pulled += loaded;
       }
       if (missing > 0) mover.Clear(arrays * count, arrays * (count + missing));

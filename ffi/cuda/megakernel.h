@@ -23,7 +23,8 @@ enum class Path : int32_t { kPortable, kHopper };
 // Both paths multiply tiles of 128 x 256. Hopper's copy engine reads 64 gathered rows in 64 requests and is
 // too slow for it (450 TFLOP/s against 655; H200, 131072x4096x4096, 2026-11-29), so x and dy go by the ring.
 MOK_HD constexpr Tiles TilesOf(Path path) {
-  return {128, 256, 256, {128, 128}, {128, 256}, 16, path == Path::kHopper ? 32 : 0, path == Path::kPortable};
+  const bool hopper = path == Path::kHopper;
+  return {128, 256, 256, {128, 128}, {128, 256}, 16, hopper ? 65536 : 0, !hopper};
 }
 
 struct PeerTable {

@@ -210,7 +210,7 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const TaskList
         static_cast<float*>(p.ring.weights)[ring_row] = static_cast<const float*>(peer.router_weights)[source % routes];
       }
     }
-    if (!pulls) copy(row(p.ring.out, ring_row), row(peer.returned, source % routes));
+    if (!pulls && source / routes != p.rank) copy(row(p.ring.out, ring_row), row(peer.returned, source % routes));
     if (task.op == Op::kReverseDispatch && threadIdx.x == 0) {
       static_cast<float*>(peer.returned_d_weights)[source % routes] =
           Stages<S, true>::SumPartials(p, ring_row, static_cast<int>(list.DHiddenTiles()));

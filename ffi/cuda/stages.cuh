@@ -204,20 +204,26 @@ class Stages {
     }
   }
 
-  // o or dx: the shared expert's to y or d_x, the routed experts' to the ring or, on one rank, straight to the
-  // return window.
+  // o or dx: the shared expert's to y or d_x, the routed experts' straight to this rank's return window or, where
+  // another rank's is meant, to the ring, from where they are pushed.
   __device__ __forceinline__ void Out(const Work& w, const float (&sum)[kSums]) const {
     void* shared = Backward() ? p_.d_x : p_.y;
     const int hidden = static_cast<int>(p_.dims.hidden);
+    const int64_t routes = p_.dims.Routes(), own = p_.rank * routes;
     S* rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = Row(half);
       const int64_t in_ring = static_cast<int64_t>(w.row) + row;
-      rows[half] = row >= w.count        ? nullptr
-                   : w.shared            ? At(shared, in_ring * hidden)
-                   : p_.dims.Exchanges() ? At(p_.ring.out, in_ring * hidden)
-                                         : At(p_.ring.returned, Source(w, row) * hidden);
+      if (row >= w.count) {
+        rows[half] = nullptr;
+      } else if (w.shared) {
+        rows[half] = At(shared, in_ring * hidden);
+      } else {
+        const int64_t route = Source(w, row) - own;
+        rows[half] = route >= 0 && route < routes ? At(p_.ring.returned, route * hidden)
+                                                  : At(p_.ring.out, in_ring * hidden);
+      }
     }
     StoreTile<S, 0, 8>(sum, rows, w.column, hidden);
   }

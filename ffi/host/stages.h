@@ -120,6 +120,7 @@ class Stages {
   int64_t RingRow(const Task& task, int64_t block) const {
     return block * d_.row_tile - task.macrobatch * d_.macrobatch;
   }
+  bool IsOwn(int64_t source) const { return source / d_.Routes() == p_.rank; }
   const int32_t* Source(int64_t block) const { return p_.schedule.row_source + block * d_.row_tile; }
 
   // Where the pulled x rows of a macrobatch lie.
@@ -165,6 +166,7 @@ class Stages {
     const int64_t n = Count(task, task.block), routes = d_.Routes();
     for (int64_t i = 0; i < n; ++i) {
       const int64_t source = Source(task.block)[i];
+      if (IsOwn(source)) continue;
       std::memcpy(At(peers_[source / routes].returned, source % routes * d_.hidden),
                   At(p_.ring.out, (RingRow(task, task.block) + i) * d_.hidden), d_.hidden * sizeof(S));
     }
@@ -293,15 +295,15 @@ class Stages {
     WriteOut(b, task, out, first, columns, p_.y);
   }
 
-  // A tile of o or dx: the shared expert's into `shared`, the routed experts' into the ring or, on one
-  // rank, straight into the return window.
+  // A tile of o or dx: the shared expert's into `shared`, the routed experts' straight into this rank's return window
+  // or, where another rank's is meant, into the ring, from where they are pushed.
   void WriteOut(const Block& b, const Task& task, const Wide* tile, int64_t first, int64_t columns,
                 void* shared) const {
     const bool routed = b.weights == &p_.routed;
     for (int64_t i = 0; i < b.count; ++i) {
-      S* out = !routed          ? At(shared, (b.row + i) * d_.hidden)
-               : d_.Exchanges() ? At(p_.ring.out, (b.row + i) * d_.hidden)
-                                : At(p_.ring.returned, Source(task.block)[i] * d_.hidden);
+      const int64_t source = routed ? Source(task.block)[i] : 0;
+      S* out = routed && IsOwn(source) ? At(p_.ring.returned, source % d_.Routes() * d_.hidden)
+                                       : At(routed ? p_.ring.out : shared, (b.row + i) * d_.hidden);
       for (int64_t c = 0; c < columns; ++c) out[first + c] = Numerics<S>::Round(tile[i * columns + c]);
     }
   }
