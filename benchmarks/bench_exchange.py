@@ -3,8 +3,8 @@
     python benchmarks/bench_exchange.py                           # shape S1 over 1, 2, 4, ... GPUs of this process
     python benchmarks/bench_exchange.py --shape S4 --gpus 2 --sms 16,32,132 --json out/exchange.json
 
-A GPU moves a row for each of its T K routes, its peers in turn, itself among them: so T K H bytes (R-1)/R of them cross
-its link in each direction that is busy. Pulling is what dispatch and reverse-combine do, pushing what combine and
+A GPU moves a row for each of its T K routes, its peers in turn, itself among them: so T K H s (R-1)/R bytes of them
+cross its link in each direction that is busy. Pulling is what dispatch and reverse-combine do, pushing what combine and
 reverse-dispatch do; in the layer both go on at once. One GPU moves the same rows in its own memory. First, at a small
 shape, every row is compared with what should have come.
 
@@ -22,6 +22,7 @@ import functools
 import json
 import math
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -211,22 +212,32 @@ def layer(shape: Shape, gpus: int) -> dict[str, float]:
 
 
 def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Shape]:
-    def numbers(text: str) -> list[int]:
-        found = [int(part) for part in text.split(",")]
-        if min(found) < 1:
-            raise argparse.ArgumentTypeError(f"must be numbers of at least 1, got {text}")
+    def numbers(least: int, text: str) -> list[int]:
+        try:
+            found = [int(part) for part in text.split(",")]
+        except ValueError:
+            found = [least - 1]
+        if min(found) < least:
+            raise argparse.ArgumentTypeError(f"must be numbers of at least {least} with commas between, got {text}")
+        return found
+
+    def speed(text: str) -> float:
+        if not 0 < (found := float(text)) < math.inf:
+            raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
         return found
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="S1")
     for name in ("tokens", "hidden", "top-k"):
         parser.add_argument(f"--{name}", type=int, help="instead of the shape's")
-    parser.add_argument("--gpus", type=numbers, help="numbers of them; 1, 2, 4, ... as many as there are")
-    parser.add_argument("--sms", type=numbers, default=[32, 132], help="multiprocessors that move rows")
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--link", type=float, default=LINK, help="GB/s in one direction")
-    parser.add_argument("--memory", type=float, default=MEMORY, help="GB/s, reading and writing")
-    parser.add_argument("--json", type=pathlib.Path)
+    of_gpus, of_sms = (functools.partial(numbers, least) for least in (1, 2))
+    parser.add_argument("--gpus", type=of_gpus, metavar="N,...", help="default: 1,2,4,... as many as there are")
+    text = "multiprocessors that move rows; default 32,132"
+    parser.add_argument("--sms", type=of_sms, default=[32, 132], metavar="N,...", help=text)
+    parser.add_argument("--repeats", type=int, default=4, help="exchanges between two barriers; default 4")
+    parser.add_argument("--link", type=speed, default=LINK, help=f"its GB/s in one direction; default {LINK:g}")
+    parser.add_argument("--memory", type=speed, default=MEMORY, help=f"GB/s read and written; default {MEMORY:g}")
+    parser.add_argument("--json", type=pathlib.Path, help="a file for every time")
     options = parser.parse_args(arguments)
     sizes = {name: value for name in ("tokens", "hidden", "top_k") if (value := getattr(options, name)) is not None}
     shape = dataclasses.replace(SHAPES[options.shape], **sizes)
@@ -237,10 +248,18 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Shape
         parser.error(f"--repeats must be at least 1, got {options.repeats}")
     if shape.hidden * jnp.dtype(shape.dtype).itemsize % 16:
         parser.error(f"--hidden must make rows of whole 16 bytes, got {shape.hidden}")
+    if shape.top_k > shape.experts:
+        parser.error(f"--top-k must be at most the shape's {shape.experts} experts, got {shape.top_k}")
     for gpus in options.gpus or []:
-        if shape.rows % gpus:
-            parser.error(f"--tokens times --top-k must be divisible by each of --gpus, got {shape.rows} and {gpus}")
+        refuse_remainders(shape, gpus, parser.error)
     return options, shape
+
+
+def refuse_remainders(shape: Shape, gpus: int, refuse: Callable[[str], Any]) -> None:
+    """Rows go to all ranks alike, and the layer's experts too."""
+    for name, size in (("--tokens times --top-k", shape.rows), ("the shape's experts", shape.experts)):
+        if size % gpus:
+            refuse(f"{name} must be divisible by each number of GPUs, got {size} and {gpus}")
 
 
 def main() -> None:
@@ -253,6 +272,8 @@ def main() -> None:
     if max(counts) > len(devices):
         raise SystemExit(f"bench_exchange: --gpus must be at most the {len(devices)} there are, got {max(counts)}")
     runs, layers = [], {}
+    for gpus in counts:
+        refuse_remainders(shape, gpus, lambda text: sys.exit(f"bench_exchange: {text}"))
     for gpus in counts:
         runs += measure(shape, gpus, options.sms, options.repeats, options.link, options.memory)
         layers[gpus] = layer(shape, gpus)
@@ -269,10 +290,10 @@ def main() -> None:
         "runs": runs,
         "layer": layers,
     }
+    print(table(report))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1))
-    print(table(report))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from memory import measure_growth, measure_peak, pulled_bytes
 from problem import check_agreement, make_calls, make_problem, reference, results_to_check
 from protocol import BOUNDS, DIRECTIONS, DTYPES, LIMIT, ROUTINGS, SHAPES, Shape, both_orders, steady
 from report import draw, table
-from rivals import CONTENDERS, quantize
+from rivals import CONTENDERS, quantize, rows_of_room
 
 import mok_jax
 from mok_jax import distributed
@@ -60,6 +60,7 @@ DEFAULT = Shape(2048, 512, 1024, 16, 2, "float32")
 ON_CPU = "matmul,cuda,host,xla,ragged_dot,dense"
 ON_GPU = "matmul,cuda,cuda_mxfp8,cuda_skewed,pallas_mgpu,tokamax,torch_tuned,torch_compile,ragged_dot"
 ON_GPUS = "matmul,cuda,cuda_alone,cuda_mxfp8,cuda_skewed,nccl_dense,nccl_ragged,xla"
+GROWING = "host,ragged_dot"
 CONFIG = ("row_tile", "minibatch", "macrobatch", "num_threads")
 # On a GPU: the process that measures a contender, and the seconds after which it is ended.
 TORCH, SLOW, JAX = "torch", "xla", "jax"
@@ -276,13 +277,14 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Shape, mok_j
     for name in CONFIG:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="MoKConfig's field of that name")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks of an expert axis, a layer on each")
-    text = f"those that run, and their order; default: {ON_CPU}; GPU: {ON_GPU}; several: {ON_GPUS}"
+    text = f"those that run, and their order; default on a CPU: {ON_CPU}; GPU: {ON_GPU}; several: {ON_GPUS}"
     parser.add_argument("--contenders", help=text)
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform", help="of all contenders but cuda_skewed")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="CPU: rounds, A..Z and Z..A in each")
     parser.add_argument(
-        "--memory", default="host,ragged_dot", help="CPU: contenders whose memory is measured; '' for none"
+        "--repeats", type=int, default=3, metavar="N", help="CPU: rounds, A..Z and Z..A in each; default 3"
     )
+    text = f"CPU: contenders whose memory is measured, on one device; '' for none; default: {GROWING}"
+    parser.add_argument("--memory", help=text)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="every time and byte goes there too")
     parser.add_argument("--png", type=pathlib.Path, metavar="FILE", help="a picture of the medians goes there")
     parser.add_argument("--process", choices=PROCESSES, help=argparse.SUPPRESS)
@@ -304,12 +306,34 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Shape, mok_j
         named = _names("--contenders", options.contenders or default, shape, options)
         options.contenders = [name for name, reason in named.items() if reason is None]
         options.left_out = {name: reason for name, reason in named.items() if reason is not None}
-        named = _names("--memory", options.memory, shape, options)
-        on_cpu = jax.default_backend() == "cpu"
-        options.memory = [name for name, reason in named.items() if on_cpu and options.gpus == 1 and reason is None]
+        if not options.contenders:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in named.items())
+            raise ValueError(f"none of --contenders can run here: {reasons or 'there is none'}")
+        measures = jax.default_backend() == "cpu" and options.gpus == 1
+        if options.memory and not measures:
+            raise ValueError("--memory is of one CPU device; on a GPU the peak is measured anyway")
+        grow = _names("--memory", GROWING if options.memory is None else options.memory, shape, options)
+        if options.memory and any(grow.values()):
+            raise ValueError("--memory: " + "; ".join(f"{name}: {reason}" for name, reason in grow.items() if reason))
+        options.memory = [name for name, reason in grow.items() if measures and reason is None]
+        for flag, path in (("--json", options.json), ("--png", options.png)):
+            _check_writable(flag, path)
     except ValueError as error:
         parser.exit(2, f"bench_layer: {error}\n")
     return options, shape, config
+
+
+def _check_writable(flag: str, path: pathlib.Path | None) -> None:
+    """Before hours are measured."""
+    if path is None:
+        return
+    if flag == "--png" and path.suffix != ".png":
+        raise ValueError(f"--png must end in .png, got {path}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ValueError(f"{flag}: {path} cannot be written: {error.strerror}") from error
 
 
 def _describe_shapes() -> str:
@@ -318,7 +342,7 @@ def _describe_shapes() -> str:
 
 def _names(flag: str, text: str, shape: Shape, options: argparse.Namespace) -> dict[str, str | None]:
     """The named contenders, each with why it cannot run here, or None where it can."""
-    names = [name for name in text.split(",") if name]
+    names = [name.strip() for name in text.split(",") if name.strip()]
     known = [*CONTENDERS, "torch_tuned", "torch_compile"]
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -333,16 +357,20 @@ def _why_not(name: str, shape: Shape, options: argparse.Namespace) -> str | None
         return "it needs --gpus 2 or more"
     if name.startswith("nccl_") and options.routing != "uniform":
         return "it has room for uniform routing only"
+    balanced = shape.rows / options.gpus  # rows from a rank to a rank; fewer vary more
+    if name.startswith("nccl_") and rows_of_room(shape.rows) // options.gpus < balanced + 5 * balanced**0.5:
+        return "so few rows may not fit its room for 17/16 of the balanced load; use more tokens"
     if name == "nccl_ragged" and jax.default_backend() == "cpu":
         return "XLA has no ragged_all_to_all on a CPU"
     if name == "dense" and shape.experts > DENSEST * shape.top_k:
         return f"it does {shape.experts / shape.top_k:g} times the layer's work, more than {DENSEST} times"
     if name.startswith(("torch_", "pallas_", "tokamax")) and jax.default_backend() == "cpu":
         return "it needs a GPU"
-    if name == "cuda_mxfp8" and shape.dtype != "bfloat16":
-        return "it needs --dtype bfloat16"
     implementation = name.split("_")[0]
-    return why_not(implementation) if implementation in IMPLEMENTATIONS else None
+    reason = why_not(implementation) if implementation in IMPLEMENTATIONS else None
+    if reason is None and name == "cuda_mxfp8" and shape.dtype != "bfloat16":
+        return "it needs --dtype bfloat16"
+    return reason
 
 
 def _agreement(agreement: dict[str, dict[str, float]], shape: Shape) -> str:
@@ -355,7 +383,6 @@ def _agreement(agreement: dict[str, dict[str, float]], shape: Shape) -> str:
 def save(report: dict[str, Any], path: pathlib.Path | None) -> None:
     """As JSON, if a file was asked for."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -388,7 +415,8 @@ def main(arguments: list[str] | None = None) -> None:
                 part = run_process(process, names, shape, options)
                 add_rates(part, shape)
                 merge(report, process, part)
-    print(f"y and gradients agree with the reference: {_agreement(report['agreement'], shape)}", flush=True)
+    if report["agreement"]:
+        print(f"y and gradients agree with the reference: {_agreement(report['agreement'], shape)}", flush=True)
     save(report, options.json)
     if options.png:
         draw(options.png, report)

@@ -15,9 +15,10 @@ MEBI, GIBI = 2**20, 2**30
 def table(report: dict[str, Any]) -> str:
     """The short table that ends a run."""
     shape, machine = report["shape"], report["machine"]
-    place = machine["device"] if machine["platform"] != "cpu" else "{cores} cores of {cpu}".format(**machine)
+    on_cpu = machine["platform"] == "cpu"
+    place = "{cores} cores of {cpu}".format(**machine) if on_cpu else machine["device"]
     if report["gpus"] > 1:
-        place = f"on each of {report['gpus']} ranks; {place}"
+        place = f"on each of {report['gpus']} ranks{', devices of this CPU' if on_cpu else ''}; {place}"
     lines = [
         "T {tokens}, H {hidden}, I {intermediate}, E {experts}, K {top_k}, {dtype}, ".format(**shape)
         + f"{report['routing']} routing; {place}, jax {machine['jax']}, {machine['date']}"
@@ -27,8 +28,7 @@ def table(report: dict[str, Any]) -> str:
         lines.append(_peak(report["peak"]))
     if report["mxfp8"]:
         lines += _mxfp8(report["mxfp8"])
-    lines += _rates(report) if machine["platform"] != "cpu" else _ratios(report)
-    lines += _scaling(report)
+    lines += _ratios(report) if on_cpu else [*_rates(report), *_scaling(report)]
     lines += [f"{name} left out: {reason}" for name, reason in report["left_out"].items()]
     return "\n".join(lines)
 
@@ -49,8 +49,9 @@ def _growth(name: str, point: dict[str, Any]) -> str:
     points = zip(point["tokens"], point["resident_bytes"], strict=True)
     sizes = ", ".join(f"{b / MEBI:.0f} at T {t}" for t, b in points)
     slopes = ", ".join(f"{b / 1024:.1f}" for b in point["bytes_per_further_token"])
-    verdict = "linearly" if point["linear"] else "FASTER than linearly"
-    return f"memory of {name}, MiB: {sizes}; KiB a further token: {slopes}: grows {verdict} with T"
+    verdict = ": grows linearly with T" if point["linear"] else ": grows FASTER than linearly with T"
+    small = point["resident_bytes"][-1] < 16 * MEBI  # what the process does beside is as much
+    return f"memory of {name}, MiB: {sizes}; KiB a further token: {slopes}{'' if small else verdict}"
 
 
 def _peak(peak: dict[str, Any]) -> str:
@@ -101,12 +102,11 @@ def _scaling(report: dict[str, Any]) -> list[str]:
     milliseconds = {
         name: [report[direction][name]["median_ms"] for direction in DIRECTIONS] for name in report[DIRECTIONS[0]]
     }
-    package = next((name for name in ("cuda", "host") if name in milliseconds), None)
-    if report["gpus"] == 1 or package is None:
+    if report["gpus"] == 1 or "cuda" not in milliseconds:
         return []
-    lines, mine = [], milliseconds[package]
-    if f"{package}_alone" in milliseconds:
-        shares = [alone / ms for alone, ms in zip(milliseconds[f"{package}_alone"], mine, strict=True)]
+    lines, mine = [], milliseconds["cuda"]
+    if "cuda_alone" in milliseconds:
+        shares = [alone / ms for alone, ms in zip(milliseconds["cuda_alone"], mine, strict=True)]
         lines.append(
             f"R = {report['gpus']} has {shares[0]:.1%} of one GPU's TFLOP/s a GPU forward, {shares[1]:.1%} "
             "forward+backward"
@@ -149,5 +149,5 @@ def draw(path: pathlib.Path, report: dict[str, Any]) -> None:
     if report["memory"]:
         axes[-1].set(title="peak memory, forward+backward", xlabel="tokens", ylabel="MiB", xlim=0, ylim=0)
         axes[-1].legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.suptitle(table(report).splitlines()[0], fontsize="x-small")
     figure.savefig(path, dpi=120)

@@ -197,7 +197,7 @@ def ragged_exchange(sent: Array, routes: int) -> Exchange:
     into_from, into_to = starts[:, rank].reshape(-1), firsts[:, rank].reshape(-1)
 
     def there(value, index):
-        empty = jnp.zeros((_rows_of_room(routes), *value.shape[1:]), value.dtype)
+        empty = jnp.zeros((rows_of_room(routes), *value.shape[1:]), value.dtype)
         return lax.ragged_all_to_all(value[index], empty, out_from, out, out_to, into, axis_name="expert")
 
     def back(rows):
@@ -210,7 +210,7 @@ def ragged_exchange(sent: Array, routes: int) -> Exchange:
 def dense_exchange(sent: Array, routes: int) -> Exchange:
     """By lax.all_to_all of as many rows to each rank, and a gather that sorts what came."""
     ranks = sent.shape[0]
-    window = _rows_of_room(routes) // ranks
+    window = rows_of_room(routes) // ranks
     rank, by_rank = lax.axis_index("expert"), sent.reshape(ranks, ranks, -1)
     to_rank = by_rank[rank].sum(axis=1)
     first = jnp.cumsum(to_rank) - to_rank
@@ -239,7 +239,7 @@ def dense_exchange(sent: Array, routes: int) -> Exchange:
     )
 
 
-def _rows_of_room(routes: int) -> int:
+def rows_of_room(routes: int) -> int:
     """In whole tiles of the products, up to eight ranks' windows too."""
     return -(-int(routes * ROOM) // 1024) * 1024
 

@@ -19,7 +19,9 @@ import sys
 
 if not any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/nvidiactl")):
     devices = 8 if not any(argument.startswith("--coordinator") for argument in sys.argv) else 1
-    os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
+    flag, flags = "--xla_force_host_platform_device_count", os.environ.get("XLA_FLAGS", "")
+    if "JAX_NUM_CPU_DEVICES" not in os.environ and flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={devices}".strip()
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ HIDDEN, INTERMEDIATE, TOP_K = 128, 256, 2
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--data", type=int, default=1, help="size of the data axis; the rest is the expert axis")
     parser.add_argument("--tokens", type=int, default=128, help="tokens a device in a step")
     parser.add_argument("--steps", type=int, default=50)
@@ -49,6 +51,10 @@ def parse() -> argparse.Namespace:
         parser.error("--processes, --process and --device need --coordinator")
     if min(options.data, options.tokens, options.steps, options.processes) < 1:
         parser.error("--data, --tokens, --steps and --processes must be at least 1")
+    if not 0 <= options.process < options.processes:
+        parser.error(f"--process must be less than --processes {options.processes}, got {options.process}")
+    if options.coordinator is not None and not options.coordinator.rpartition(":")[2].isdecimal():
+        parser.error(f"--coordinator must be address:port, got {options.coordinator}")
     return options
 
 

@@ -178,6 +178,10 @@ inline std::string Complaint(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids,
     return "mok_jax: tokens and experts must be multiples of virtual_ranks=" + std::to_string(call.virtual_ranks) +
            ", got " + std::to_string(tokens) + " and " + std::to_string(experts);
   }
+  if (experts == 0 || x.dimensions()[1] == 0) {
+    return "mok_jax: experts and hidden must be at least 1, got " + std::to_string(experts) + " and " +
+           std::to_string(x.dimensions()[1]);
+  }
   if (routes > kMostRows / call.ranks) {
     return "mok_jax: ranks * routes must be less than 2**31, got " + std::to_string(call.ranks) + " * " +
            std::to_string(routes);
@@ -232,13 +236,6 @@ inline Decoded Decode(Direction direction, const CallAttributes& call, ffi::Rema
   d.capacity = Capacity(d.ranks, d.Routes(), d.local_experts, d.row_tile);
   if (d.capacity > kMostRows) {
     decoded.complaint = "mok_jax: padded rows must be less than 2**31, got " + std::to_string(d.capacity);
-    return decoded;
-  }
-
-  if (d.macrobatch < d.capacity && d.macrobatch % d.minibatch != 0) {
-    decoded.complaint = "mok_jax: macrobatch must be a multiple of the minibatch, or hold all rows, got " +
-                        std::to_string(d.macrobatch) + " and " + std::to_string(d.minibatch) + " of " +
-                        std::to_string(d.capacity) + " rows";
     return decoded;
   }
 

@@ -125,16 +125,9 @@ py::tuple BuildSchedule(const Plan& d, int64_t rank, py::array_t<int32_t, py::ar
 // tiles: gate-up, dgrad-down and hidden columns, rows and columns of both weight gradients, group, values moved.
 py::tuple ListTasks(const Plan& d, const Pass& pass, py::array_t<int32_t, py::array::c_style> row_offset,
                     const std::array<int64_t, 9>& tiles, bool gathers) {
-  const TaskList list(d,
-                      {tiles[0],
-                       tiles[1],
-                       tiles[2],
-                       {tiles[3], tiles[4]},
-                       {tiles[5], tiles[6]},
-                       tiles[7],
-                       tiles[8],
-                       gathers},
-                      pass, row_offset.data());
+  const TaskList list(
+      d, {tiles[0], tiles[1], tiles[2], {tiles[3], tiles[4]}, {tiles[5], tiles[6]}, tiles[7], tiles[8], gathers}, pass,
+      row_offset.data());
   const auto show = [](const Task& task) {
     py::list waits;
     for (int i = 0; i < Task::kWaits; ++i) {

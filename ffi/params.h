@@ -24,13 +24,15 @@ struct Dims {
   int64_t top_k;                // K
   int64_t row_tile;             // rows of one tile; each expert's segment is padded to it
   int64_t minibatch;            // rows that a stage takes at a time, about; a multiple of row_tile
-  int64_t macrobatch;           // rows that the ring holds; a multiple of minibatch, unless it holds all
+  int64_t macrobatch;           // rows that the ring holds; likewise
   int64_t capacity;             // most rows that any routing can give one rank; a multiple of row_tile
   bool peers;                   // ranks are devices, which meet in arenas (cuda/arena.h): so may a single one
 
   MOK_HD int64_t Routes() const { return tokens * top_k; }
-  // Whether rows travel through the ring and the return window; one rank gathers and returns directly.
+  // Whether rows come from ranks, this one too, and whether results go to other ranks: a rank's own go straight to its
+  // return window.
   MOK_HD bool Exchanges() const { return ranks > 1 || peers; }
+  MOK_HD bool Pushes() const { return ranks > 1; }
 };
 
 // What a call is to do beside its sizes.
@@ -103,7 +105,7 @@ inline constexpr int64_t kControlWords = 32;
 struct Ring {
   void* x;                    // S [macrobatch, H]  pulled; read by gate-up and its weight gradient
   void* h;                    // S [macrobatch, I]  forward: h; backward: w * h
-  void* out;                  // S [macrobatch, H]  forward: o; backward: dx; pushed from here
+  void* out;                  // S [macrobatch, H]  forward: o; backward: dx; of other ranks' rows, pushed from here
   void* gate;                 // S [macrobatch, I]  backward, recomputed
   void* up;                   // S [macrobatch, I]
   void* d_y;                  // S [macrobatch, H]  backward, pulled
@@ -119,7 +121,7 @@ struct Ring {
   void* staged_x;             // T MxRowBytes(H)    MXFP8: x as this rank and its peers pull it
   void* staged_d_y;           // T MxRowBytes(H)    likewise, backward
   void* carry;                // W [3, H*I]         weight gradient of the expert that straddles two macrobatches
-  void* returned;             // S [T*K, H]         the return window, written by peers
+  void* returned;             // S [T*K, H]         the return window, written by this rank and its peers
   void* returned_d_weights;   // W [T*K]
   int32_t* counters;          // see tasks.h
   int32_t* control;           // CUDA, [kControlWords], zeroed with the counters; see cuda/megakernel.h

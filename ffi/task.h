@@ -10,7 +10,7 @@
 
 namespace mok {
 
-inline constexpr int64_t kMostMovedRows = 32;
+inline constexpr int64_t kMostMovedRows = 32;  // by a communication task that is not a whole block: a lane each
 
 // What the list takes from its target, beside Dims::row_tile.
 struct Tiles {

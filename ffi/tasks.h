@@ -5,8 +5,9 @@
 // its consumers, so that a worker may take the next task of either and wait for its counters. A task is
 // decoded from its index by arithmetic and binary searches, never by a scan.
 //
-// Within a macrobatch the second stage of about a minibatch, of whole experts, so that their weights are read once,
-// stands after the next one's first stage, and so on, so that a stage seldom waits for the tail of the one before.
+// Within a macrobatch the second stage of about a minibatch stands after the next one's first stage, and so on, so that
+// a stage seldom waits for the tail of the one before. It is of whole experts, whose weights are then read once, unless
+// experts are larger than that: results of the first rows must not wait for the last ones'.
 //
 // Words: a block is row_tile rows of one expert. Block b's predecessor is the block that held its ring
 // rows before: of the next macrobatch in the forward pass, which runs last to first, of the previous
@@ -70,7 +71,7 @@ class TaskList {
         row_tile_(static_cast<Index>(dims.row_tile)),
         macrobatch_rows_(static_cast<Index>(dims.macrobatch)),
         local_experts_(static_cast<Index>(dims.local_experts)) {
-    pushes_ = dims.Exchanges();
+    pushes_ = dims.Pushes();
     pulls_ = mok::Pulls(dims, tiles, pass);
     const bool whole = tiles.communication_values == 0;
     const int64_t moved = whole ? dims.row_tile : Min(tiles.communication_values / dims.hidden, kMostMovedRows);
@@ -81,7 +82,8 @@ class TaskList {
     blocks_ = row_offset[dims.local_experts] / dims.row_tile;
     macrobatch_blocks_ = dims.macrobatch / dims.row_tile;
     macrobatches_ = Max(1, CeilDiv(blocks_, macrobatch_blocks_));
-    step_experts_ = Max(1, dims.minibatch / Max(dims.Routes() / dims.local_experts, dims.row_tile));
+    minibatch_blocks_ = dims.minibatch / dims.row_tile;
+    step_experts_ = dims.minibatch / Max(dims.Routes() / dims.local_experts, dims.row_tile);
     width_tiles_ = CeilDiv(dims.intermediate, tiles.gate_up_columns);
     d_width_tiles_ = CeilDiv(dims.intermediate, tiles.d_hidden_columns);
     hidden_tiles_ = CeilDiv(dims.hidden, tiles.hidden_columns);
@@ -118,7 +120,7 @@ class TaskList {
     return task;
   }
 
-  // Tasks [begin, end) of one stage, of one expert's blocks in a minibatch or of one weight's gradient. Who decodes
+  // Tasks [begin, end) of one stage, of one expert's blocks in a step or of one weight's gradient. Who decodes
   // task after task keeps the run that he is in: a task's place in it is a few divisions.
   struct Run {
     Index begin = 0, end = 0;
@@ -243,10 +245,18 @@ class TaskList {
             {0, computes ? 1 : 0, (computes ? 1 : 0) + (backward_ ? 1 : 0)}};
   }
 
-  // Blocks of a macrobatch, whose first expert is given, before the step_experts_ experts of a stage's step-th step.
+  // Steps of a stage in a macrobatch, whose first expert is given, and blocks of it before the step-th one.
+  MOK_HD Index StepsIn(Index macrobatch, Index first_expert) const {
+    if (step_experts_ == 0) return CeilDiv(BlocksIn(macrobatch), minibatch_blocks_);
+    return CeilDiv(LastExpert(macrobatch) - first_expert + 1, step_experts_);
+  }
   MOK_HD Index BlocksBefore(Index macrobatch, Index first_expert, Index step) const {
-    const Index expert = Min(first_expert + Max(step, 0) * step_experts_, local_experts_);
-    return Max(0, Min(row_offset_[expert] / row_tile_ - macrobatch * macrobatch_blocks_, BlocksIn(macrobatch)));
+    Index blocks = Max(step, 0) * minibatch_blocks_;
+    if (step_experts_ > 0) {
+      const Index expert = Min(first_expert + Max(step, 0) * step_experts_, local_experts_);
+      blocks = Max(row_offset_[expert] / row_tile_ - macrobatch * macrobatch_blocks_, 0);
+    }
+    return Min(blocks, BlocksIn(macrobatch));
   }
 
   // Tasks of a macrobatch before its step-th step. Step t runs step t - lag of each stage.
@@ -272,7 +282,7 @@ class TaskList {
     const Index macrobatch = backward_ ? low : macrobatches_ - 1 - low;
     const Stages stages = StagesOf(macrobatch);
     const Index first_expert = FirstExpert(macrobatch);
-    const Index steps = CeilDiv(LastExpert(macrobatch) - first_expert + 1, step_experts_) + stages.lag[2];
+    const Index steps = StepsIn(macrobatch, first_expert) + stages.lag[2];
     const Index in_blocks = BlocksIn(macrobatch) * (stages.tiles[0] + stages.tiles[1] + stages.tiles[2]);
     if (index - before >= in_blocks) return GradientRun(macrobatch, before + in_blocks, index);
     low = 0, high = steps - 1;  // the last step whose first task is not after this one
@@ -428,7 +438,7 @@ class TaskList {
     return task;
   }
 
-  // Pushes a block's result rows to the ranks they came from.
+  // Pushes a block's result rows to the other ranks that they came from.
   MOK_HD Task Combine(Index block) const {
     Task task;
     task.macrobatch = block / macrobatch_blocks_;
@@ -523,7 +533,7 @@ class TaskList {
   CounterLayout at_;
   Index row_tile_, macrobatch_rows_, local_experts_;
   bool pulls_, pushes_, backward_;
-  Index part_rows_, parts_, group_, step_experts_;
+  Index part_rows_, parts_, group_, minibatch_blocks_, step_experts_;
   Index blocks_, macrobatch_blocks_, macrobatches_;
   Index width_tiles_, d_width_tiles_, hidden_tiles_, gradient_tiles_;
   Index token_blocks_, shared_width_tiles_, shared_d_width_tiles_;

@@ -28,35 +28,23 @@ MOK_HD inline int64_t MinibatchEstimate(int64_t units, int64_t row_tile, int64_t
 // differs in the minibatch alone.
 inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units, bool forward) {
   dims->capacity = Capacity(dims->ranks, dims->Routes(), dims->local_experts, dims->row_tile);
-  // A given minibatch beyond all rows would only waste memory; the macrobatch stays a multiple of it.
-  if (dims->minibatch > dims->capacity) {
-    dims->minibatch = dims->capacity;
-    dims->macrobatch = dims->macrobatch == 0 ? 0 : dims->capacity;
-  }
-  int64_t most = dims->minibatch;  // of any pass
   if (dims->minibatch == 0) {
     const int64_t estimate = MinibatchEstimate(units, dims->row_tile, 2 * tiles.gate_up_columns, dims->intermediate);
-    // The weights of an expert that a minibatch's end cuts are read once more, so two balanced experts fit, or two of
-    // the groups in which a large expert reads its weights anyway. A forward pass, which writes less that must stay in
-    // the second level cache, takes twice as many (H200, S3: 4 %), if they are half of all at most.
+    // Two balanced experts, or two of the groups in which a large expert reads its weights anyway. A forward pass,
+    // which writes less that must stay in the second level cache, takes twice as many (H200, S3: 4 %), if they are half
+    // of all at most.
     const int64_t uncut = 2 * Min(dims->Routes() / dims->local_experts, tiles.group * dims->row_tile);
-    dims->minibatch = Min(RoundUp(Max(estimate, uncut), dims->row_tile), dims->capacity);
-    most = 4 * dims->minibatch <= dims->capacity ? 2 * dims->minibatch : dims->minibatch;
-    // A given macrobatch must stay a multiple, unless it holds all rows.
-    if (dims->macrobatch > 0 && dims->macrobatch < dims->capacity) {
-      if (dims->macrobatch % dims->minibatch != 0) dims->minibatch = dims->row_tile;
-      if (dims->macrobatch % most != 0) most = dims->minibatch;
-    }
+    dims->minibatch = RoundUp(Max(estimate, uncut), dims->row_tile);
+    if (forward && 4 * dims->minibatch <= dims->capacity) dims->minibatch *= 2;
   }
-  const int64_t all = RoundUp(dims->capacity, dims->minibatch);
+  dims->minibatch = Min(dims->minibatch, dims->capacity);
   if (dims->macrobatch == 0) {
     // The balanced load is what this rank sends itself; a quarter of slack, and half a tile of padding
     // for each expert.
     const int64_t balanced = dims->Routes() + dims->Routes() / 4 + dims->local_experts * dims->row_tile / 2;
-    dims->macrobatch = dims->ranks == 1 ? all : RoundUp(balanced, most);
+    dims->macrobatch = dims->ranks == 1 ? dims->capacity : RoundUp(balanced, dims->row_tile);
   }
-  dims->macrobatch = Min(dims->macrobatch, all);
-  if (forward) dims->minibatch = most;
+  dims->macrobatch = Min(dims->macrobatch, dims->capacity);
 }
 
 // Routes whose experts one thread block of cuda/schedule.cu counts, and what it needs to remember: a
@@ -86,7 +74,7 @@ inline int64_t LayOutRing(const Dims& d, const Pass& pass, const Tiles& tiles, i
   *ring = Ring{};
   ring->x = take(pulls, rows * d.hidden, s);
   ring->h = take(true, rows * d.intermediate, s);
-  ring->out = take(exchanges, rows * d.hidden, s);
+  ring->out = take(d.Pushes(), rows * d.hidden, s);
   ring->gate = take(replays, rows * d.intermediate, s);
   ring->up = take(replays, rows * d.intermediate, s);
   ring->d_y = take(backward && pulls, rows * d.hidden, s);

@@ -33,7 +33,8 @@ def lines(tokens: int, hidden: int, top_k: int, dtype: str) -> Iterator[tuple[st
         yield "devices", f"none: JAX cannot start its backend: {str(error) or repr(error)}"
     else:
         yield from _choice(devices)
-        yield from _peers(tokens, hidden, top_k, dtype)
+    yield from _arena(tokens, hidden, top_k, dtype)
+    yield from _peers()
     yield from ops.describe().items()
     yield TIMEOUT_VARIABLE, _timeout()
     for variable in VARIABLES:
@@ -56,8 +57,8 @@ def _choice(devices: list[jax.Device]) -> Iterator[tuple[str, str]]:
         yield f"over {len(devices)} devices", "; ".join([f'"{chosen}"', *reasons])
 
 
-def _peers(tokens: int, hidden: int, top_k: int, dtype: str) -> Iterator[tuple[str, str]]:
-    """How GPUs would reach each other, and what it takes."""
+def _arena(tokens: int, hidden: int, top_k: int, dtype: str) -> Iterator[tuple[str, str]]:
+    """What peers take."""
     yield "arena", f"{distributed.FORMULA}, for T tokens of a device, hidden H, top_k K"
     shape = f"T {tokens} H {hidden} K {top_k} {dtype}"
     try:
@@ -65,13 +66,17 @@ def _peers(tokens: int, hidden: int, top_k: int, dtype: str) -> Iterator[tuple[s
         yield shape, f"{size} bytes, {size / 2**20:.1f} MiB"
     except ValueError as error:
         yield shape, str(error)
+
+
+def _peers() -> Iterator[tuple[str, str]]:
+    """How GPUs would reach each other."""
     try:
         jax.local_devices(backend="cuda")
         ways = distributed.probe()
     except ImportError as error:
         yield "peers", str(error)
         return
-    except RuntimeError:
+    except (RuntimeError, AssertionError):
         yield "peers", "there is no CUDA device here"
         return
     for way, reason in ways.items():
@@ -97,15 +102,19 @@ def _timeout() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     def positive(text: str) -> int:
-        if int(text) < 1:
-            raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text}")
         return int(text)
 
-    parser = argparse.ArgumentParser("mok_jax", description="What runs here, and the size of an arena.")
+    parser = argparse.ArgumentParser(
+        "mok_jax",
+        description="What runs here, and the size of an arena.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--tokens", type=positive, default=8192, help="that a device passes to a call")
-    parser.add_argument("--hidden", type=positive, default=4096)
-    parser.add_argument("--top-k", type=positive, default=8)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--hidden", type=positive, default=4096, help="values of a token")
+    parser.add_argument("--top-k", type=positive, default=8, help="experts of a token")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a token")
     return parser
 
 

@@ -27,9 +27,9 @@ class MoKConfig:
       row_tile: rows of one tile, a multiple of 8; each expert's rows are padded to it. None takes
         the implementation's own, 128. "cuda" has no other.
       minibatch: rows, about, that each product of the expert FFN takes at a time, a multiple of the
-        row tile. None: two waves of tiles; on a GPU at least two balanced experts' rows, up to 4096;
-        in a forward pass twice as many.
-      macrobatch: rows that the ring buffer holds, a multiple of the minibatch. Memory is bounded by
+        row tile; where balanced experts have fewer, rows of whole experts. None: two waves of tiles; on
+        a GPU at least two balanced experts' rows, up to 4096; in a forward pass twice as many.
+      macrobatch: rows that the ring buffer holds, a multiple of the row tile. Memory is bounded by
         it whatever the routing; rows beyond it are recomputed in the backward pass. None: all rows
         on one rank, the balanced load plus a quarter on several.
       save_context: keep the first macrobatch's activations for the backward pass; False recomputes
@@ -98,8 +98,8 @@ class MoKConfig:
                 raise TypeError(f"MoKConfig: {name} must be True or False, got {getattr(self, name)!r}")
         if self.row_tile is not None and self.row_tile % 8:
             raise ValueError(f"MoKConfig: row_tile must be a multiple of 8, got {self.row_tile}")
-        check_multiple("minibatch", self.minibatch, "row_tile", self.row_tile)
-        check_multiple("macrobatch", self.macrobatch, "minibatch", self.minibatch)
+        for name in ("minibatch", "macrobatch"):
+            check_multiple(name, getattr(self, name), "row_tile", self.row_tile)
 
     def timeout_seconds(self) -> float:
         """The time limit in force: the field, else the environment variable, else 20 s."""

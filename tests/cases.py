@@ -192,7 +192,7 @@ def dims_of(case: Case, config, **options) -> ops.Dims:
 def first_block_of_h(case: Case, config) -> int:
     """The index of hidden_ready[0] in CounterLayout, for a call on a Hopper GPU: only a forward pass waits for it."""
     plan = dims_of(case, config, implementation="cuda", gpu=ops.Gpu((9, 0), None)).plan()
-    return -(-plan.capacity // plan.minibatch)
+    return plan.capacity // plan.row_tile
 
 
 def cotangent_of(x):

@@ -163,13 +163,13 @@ class Program(System):
     def _peers(self, rank: int) -> list[int]:
         return [peer for peer in range(self.protocol.ranks) if peer != rank]
 
-    def _source(self, owner: int, block: int) -> int:
-        """Whose row is in this block; every owner begins with another rank's."""
-        return (owner + 1 + block) % self.protocol.ranks
+    def _sources(self, owner: int, block: int) -> set[int]:
+        """Whose rows are in this block: another rank's first, and the owner's too in every second one."""
+        return {(owner + 1 + block) % self.protocol.ranks} | ({owner} if block % 2 else set())
 
     def _slots(self, rank: int) -> list[tuple[int, int]]:
         p = self.protocol
-        return [(owner, b) for owner in range(p.ranks) for b in range(p.blocks) if self._source(owner, b) == rank]
+        return [(owner, b) for owner in range(p.ranks) for b in range(p.blocks) if rank in self._sources(owner, b)]
 
     def _megakernel(self, rank: int, call: int, direction: str, begun: int) -> tuple[int, int]:
         """All tasks but those that push to a peer, and those."""
@@ -180,25 +180,26 @@ class Program(System):
                 task = task | {"waits": list(task["waits"])}
                 self.protocol.edit_task(task)
                 before = self._task(rank, call, task, begun | (before if self.protocol.one_worker else 0))
-                if task["op"] in PUSHES and self._source(rank, task["block"]) != rank:
+                if task["op"] in PUSHES and self._sources(rank, task["block"]) != {rank}:
                     pushed |= before
                 else:
                     computed |= before
         return computed, pushed
 
     def _task(self, rank: int, call: int, task: dict, after: int) -> int:
-        op, block, source = task["op"], task["block"], self._source(rank, task["block"])
+        op, block, sources = task["op"], task["block"], self._sources(rank, task["block"])
         if op == "none":
             return after
 
         def ring(buffers, blocks):
             return tuple(((buffer, rank, call, b % 2), b) for buffer in buffers for b in blocks)
 
-        own = {"out"} if source == rank else set()
-        reads = ring(set(RING[op][0]) - own, range(block, block + task["blocks"]))
-        reads += tuple(((f"staged {name}", source), call) for name in PULLED.get(op, ()))
-        writes = ring(set(RING[op][1]) - own, [block])
-        writes += ((("window", source, rank, block), call),) if op in (RESULTS if own else PUSHES) else ()
+        unused = {"out"} if sources == {rank} else set()
+        reads = ring(set(RING[op][0]) - unused, range(block, block + task["blocks"]))
+        reads += tuple(((f"staged {name}", source), call) for name in PULLED.get(op, ()) for source in sources)
+        writes = ring(set(RING[op][1]) - unused, [block])
+        returned = (sources & {rank} if op in RESULTS else set()) | (sources - {rank} if op in PUSHES else set())
+        writes += tuple((("window", source, rank, block), call) for source in returned)
         waits = [((rank, call, c), target) for first, n, target in task["waits"] for c in range(first, first + n)]
         name = f"{op} {call} of block {block}"
         bit = self.add(name, rank, "task", after, reads=reads, writes=writes, waits=tuple(waits))

@@ -29,7 +29,7 @@ PLAIN = mok_jax.MoKConfig(minibatch=128, macrobatch=256, barrier_timeout=60.0)
 PAUSES = dataclasses.replace(PLAIN, random_order=0)
 CONFIGS = (PLAIN, PAUSES, dataclasses.replace(PAUSES, save_context=False), dataclasses.replace(PAUSES, portable=True))
 STEPS = int(os.environ.get("MOK_STEPS", "8"))
-GPUS = int(os.environ.get("MOK_GPUS", "1"))  # that the ranks are spread over
+GPUS = int(os.environ.get("MOK_GPUS") or 1)  # that the ranks are spread over
 FAULT = 3  # the step of the other modes
 
 

@@ -60,15 +60,11 @@ def test_refused(field, value, error, text):
             "minibatch must be a multiple of row_tile, got minibatch=24 and row_tile=16; use minibatch=32",
         ),
         (
-            dict(minibatch=256, macrobatch=600),
-            "macrobatch must be a multiple of minibatch, got macrobatch=600 and minibatch=256; use macrobatch=768",
-        ),
-        (
-            dict(row_tile=8, minibatch=32, macrobatch=16),
-            "macrobatch must be a multiple of minibatch, got macrobatch=16 and minibatch=32; use macrobatch=32",
+            dict(row_tile=128, minibatch=256, macrobatch=600),
+            "macrobatch must be a multiple of row_tile, got macrobatch=600 and row_tile=128; use macrobatch=640",
         ),
     ],
-    ids=["minibatch", "macrobatch", "macrobatch_below_minibatch"],
+    ids=["minibatch", "macrobatch"],
 )
 def test_sizes_that_do_not_divide(fields, text):
     refuse(ValueError, f"MoKConfig: {text}", MoKConfig, **fields)

@@ -189,6 +189,7 @@ def work(ranks, mode, seconds=90, **environment):
 
     A worker's own limit begins once it has imported what it needs; up to 16 of them do so at once.
     """
+    need(int(os.environ.get("MOK_GPUS") or 1))
     deadline = time.monotonic() + seconds + IMPORTS
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

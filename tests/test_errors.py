@@ -349,7 +349,7 @@ BEYOND_32_BITS = {
         8,
         None,
         'padded rows + macrobatch must be less than 2**31 for implementation "cuda", '
-        "got 1073742208 + 1073774592; use a smaller macrobatch, or split the tokens over several calls",
+        "got 1073742208 + 1073742208; use a smaller macrobatch, or split the tokens over several calls",
     ),
     "tasks": (
         2**30,

@@ -205,8 +205,10 @@ def test_expert_parallel_in_one_process(platform, data):
         (("--processes=2", "--process=1"), "--processes, --process and --device need --coordinator"),
         (("--data=0",), "--data, --tokens, --steps and --processes must be at least 1"),
         (("--data=16",), r"--data must divide the \d devices, got 16"),
+        (("--coordinator=here",), "--coordinator must be address:port, got here"),
+        (("--coordinator=here:1", "--process=1"), "--process must be less than --processes 1, got 1"),
     ],
-    ids=["no_coordinator", "zero", "indivisible"],
+    ids=["no_coordinator", "zero", "indivisible", "no_port", "no_such_process"],
 )
 def test_what_expert_parallel_refuses(arguments, text):
     process = start("cpu", *arguments)

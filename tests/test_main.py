@@ -68,6 +68,7 @@ def test_a_backend_that_is_not_there(monkeypatch):
     lines = report()
     assert lines["devices"] == "none: JAX cannot start its backend: Unable to initialize backend 'cuda'"
     assert "extension module" in lines and "chosen" not in lines
+    assert lines["T 8192 H 4096 K 8 bfloat16"].endswith(" MiB")
 
 
 def test_a_shape_beyond_all_arenas():
@@ -77,15 +78,14 @@ def test_a_shape_beyond_all_arenas():
 def test_sizes_out_of_range(capsys):
     with pytest.raises(SystemExit):
         report("--tokens", "0")
-    assert "argument --tokens: must be at least 1, got 0" in capsys.readouterr().err
+    assert "argument --tokens: must be an integer of at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", distributed.WAYS)
 def test_a_way_that_is_refused(monkeypatch, way):
     monkeypatch.setattr(jax, "local_devices", lambda backend: [])
-    monkeypatch.setattr(distributed, "arena_bytes", lambda *sizes: 2**20)
     monkeypatch.setattr(distributed, "probe", lambda: {way: "no such thing", "other": None})
-    lines = dict(__main__._peers(8, 8, 8, "bfloat16"))
+    lines = dict(__main__._peers())
     assert lines[f"peers by {way}"] == "no: no such thing" and lines["peers by other"] == "yes"
 
 

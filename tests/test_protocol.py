@@ -48,7 +48,7 @@ from explorer import DEADLOCK, OVERWRITTEN, TOO_EARLY, explore
 from peer_protocol import Program, Protocol
 
 RING = dict(passes=("forward",), blocks=4)
-RING_BACKWARD = dict(passes=("backward",), blocks=4)
+RING_BACKWARD = dict(passes=("backward",), blocks=3)
 
 
 def case(name, *found, **changes):

@@ -318,6 +318,22 @@ def test_an_expert_s_weights_are_read_in_one_go(backward):
     assert [op for op, _ in runs[:3]] != [runs[0][0]] * 3  # and stages take turns
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("experts", [1, 2, 5])
+def test_results_of_the_first_rows_do_not_wait_for_a_large_expert_s_last(experts, backward):
+    """Else few of them would be pushed while others are still multiplied."""
+    blocks = 20
+    dims = make_dims(
+        tokens=blocks * TILE, top_k=1, experts=experts, ranks=2, row_tile=TILE, minibatch=4 * TILE, macrobatch=64 * TILE
+    )
+    offsets = (np.arange(experts + 1) * (blocks // experts) * TILE).astype(np.int32)
+    pass_ = host.Pass(backward=backward, context=True, gradients=0)
+    _, tasks, _ = host.list_tasks(dims, pass_, offsets, *TARGETS["pulling"])
+    ops_of = [t["op"] for t in tasks]
+    first, last = ("dgrad-down", "dgrad-gate-up") if backward else ("gate-up", "down")
+    assert ops_of[: ops_of.index(last)].count(first) <= 2 / 5 * ops_of.count(first)
+
+
 @pytest.mark.parametrize("columns", [5, 6])
 def test_an_odd_last_row_stands_beside_its_columns(columns):
     dims = make_dims(tokens=40, top_k=1, experts=1, row_tile=TILE, minibatch=64, macrobatch=64, hidden=2 * columns)

@@ -47,7 +47,7 @@ struct Shared {
   uint8_t stages[kStages][kStageBytes];  // 1024-byte aligned: the swizzle counts from there
   uint8_t moves[kMoveBuffers][kMoveBytes];
   uint8_t zeros[kZeroBytes];
-  MovedRow rows[2 * 32];                                              // of a task
+  MovedRow rows[2 * kMostMovedRows];                                  // of a task
   int32_t row_offset[kCachedExperts + 1], row_count[kCachedExperts];  // copies, if all experts fit
   const int32_t* row_counts;                                          // these or the originals
   TaskList list;

@@ -80,7 +80,7 @@ class Stages {
       case Op::kDown:
       case Op::kDgradGateUp:
         Out(w, sum);
-        if (Backward() && w.task.tile == 0 && !w.shared && !p_.dims.Exchanges()) StoreRouterGradient(w);
+        if (Backward() && w.task.tile == 0 && !w.shared && !p_.dims.Pushes()) StoreRouterGradient(w);
         return;
       case Op::kGradGateUp:
       case Op::kGradDown: return WeightGradient(w, sum);
@@ -221,8 +221,8 @@ class Stages {
         rows[half] = At(shared, in_ring * hidden);
       } else {
         const int64_t route = Source(w, row) - own;
-        rows[half] = route >= 0 && route < routes ? At(p_.ring.returned, route * hidden)
-                                                  : At(p_.ring.out, in_ring * hidden);
+        rows[half] =
+            route >= 0 && route < routes ? At(p_.ring.returned, route * hidden) : At(p_.ring.out, in_ring * hidden);
       }
     }
     StoreTile<S, 0, 8>(sum, rows, w.column, hidden);

@@ -368,7 +368,7 @@ class Stages {
     add(b.weights->gate_for_gradient, b.d_gate, false);
     add(b.weights->up_for_gradient, b.d_up, true);
     WriteOut(b, task, out, first, columns, p_.d_x);
-    if (task.tile == 0 && partials > 0 && !d_.Exchanges()) {
+    if (task.tile == 0 && partials > 0 && !d_.Pushes()) {
       for (int64_t i = 0; i < b.count; ++i) {
         static_cast<Wide*>(p_.ring.returned_d_weights)[Source(task.block)[i]] = SumPartials(b.row + i, partials);
       }
