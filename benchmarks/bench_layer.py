@@ -79,8 +79,9 @@ def process_of(name: str) -> str:
 
 
 def why(error: Exception) -> str:
-    """In one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    """In one line; of XLA's many the one that says which memory there was not."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {next((line for line in lines if 'Out of memory' in line), lines[0])}"
 
 
 # ---- CPU ----

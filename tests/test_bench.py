@@ -498,6 +498,13 @@ def test_a_process_that_fails():
     assert report["left_out"]["host"].startswith("its process ended with 2: bench_layer: --top-k must be at most")
 
 
+def test_why_says_which_memory_there_was_not():
+    assert bench_layer.why(ValueError("this\nand that")) == "ValueError: this"
+    assert bench_layer.why(RuntimeError("NOT_FOUND: no config\nX: Out of memory, 2 GiB")) == (
+        "RuntimeError: X: Out of memory, 2 GiB"
+    )
+
+
 def test_shares_are_of_the_limit_of_the_same_process():
     merged = {"agreement": {}, "left_out": {}, "peak": None, "mxfp8": None, "forward": {}, "forward+backward": {}}
     for process, name, limit in (("torch", "torch_tuned", 2.0), ("jax", "cuda", 3.0)):
