@@ -325,16 +325,17 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Shape, mok_j
 
 
 def _check_writable(flag: str, path: pathlib.Path | None) -> None:
-    """Before hours are measured."""
+    """Before anything is measured. Makes the folder, but not the file: one that is there is a report."""
     if path is None:
         return
     if flag == "--png" and path.suffix != ".png":
         raise ValueError(f"--png must end in .png, got {path}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
     except OSError as error:
-        raise ValueError(f"{flag}: {path} cannot be written: {error.strerror}") from error
+        raise ValueError(f"{flag}: {path.parent} cannot be made: {error.strerror}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{flag}: {path} cannot be written")
 
 
 def _describe_shapes() -> str:

@@ -75,7 +75,8 @@ def test_dense_is_left_out_where_it_does_too_much():
         (["--memory", "host", "--gpus", "2"], "--memory is of one CPU device"),
         (["--memory", "host,torch_tuned"], "--memory: torch_tuned: it needs a GPU"),
         (["--png", "picture"], "--png must end in .png, got picture"),
-        (["--json", "."], "--json: . cannot be written: Is a directory"),
+        (["--json", "."], "--json: . cannot be written"),
+        (["--json", "/proc/none/report.json"], "--json: /proc/none cannot be made: No such file or directory"),
     ],
 )
 def test_refusals(arguments, message, capsys):
