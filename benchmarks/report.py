@@ -12,23 +12,28 @@ COLORS = {"cuda": "tab:red", "host": "tab:orange", LIMIT: "0.5", "xla": "tab:gre
 MEBI, GIBI = 2**20, 2**30
 
 
-def table(report: dict[str, Any]) -> str:
-    """The short table that ends a run."""
-    shape, machine = report["shape"], report["machine"]
-    on_cpu = machine["platform"] == "cpu"
+def _title(report: dict[str, Any]) -> str:
+    machine, on_cpu = report["machine"], _on_cpu(report)
     place = "{cores} cores of {cpu}".format(**machine) if on_cpu else machine["device"]
     if report["gpus"] > 1:
         place = f"on each of {report['gpus']} ranks{', devices of this CPU' if on_cpu else ''}; {place}"
-    lines = [
-        "T {tokens}, H {hidden}, I {intermediate}, E {experts}, K {top_k}, {dtype}, ".format(**shape)
-        + f"{report['routing']} routing; {place}, jax {machine['jax']}, {machine['date']}"
-    ]
+    shape = "T {tokens}, H {hidden}, I {intermediate}, E {experts}, K {top_k}, {dtype}, ".format(**report["shape"])
+    return f"{shape}{report['routing']} routing; {place}, jax {machine['jax']}, {machine['date']}"
+
+
+def _on_cpu(report: dict[str, Any]) -> bool:
+    return report["machine"]["platform"] == "cpu"
+
+
+def table(report: dict[str, Any]) -> str:
+    """The short table that ends a run."""
+    lines = [_title(report)]
     lines += [_growth(name, point) for name, point in report["memory"].items()]
     if report["peak"]:
         lines.append(_peak(report["peak"]))
     if report["mxfp8"]:
         lines += _mxfp8(report["mxfp8"])
-    lines += _ratios(report) if on_cpu else [*_rates(report), *_scaling(report)]
+    lines += _ratios(report) if _on_cpu(report) else [*_rates(report), *_scaling(report)]
     lines += [f"{name} left out: {reason}" for name, reason in report["left_out"].items()]
     return "\n".join(lines)
 
@@ -149,5 +154,5 @@ def draw(path: pathlib.Path, report: dict[str, Any]) -> None:
     if report["memory"]:
         axes[-1].set(title="peak memory, forward+backward", xlabel="tokens", ylabel="MiB", xlim=0, ylim=0)
         axes[-1].legend()
-    figure.suptitle(table(report).splitlines()[0], fontsize="x-small")
+    figure.suptitle(_title(report), fontsize="x-small")
     figure.savefig(path, dpi=120)

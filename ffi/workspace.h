@@ -30,9 +30,8 @@ inline void PlanRows(Dims* dims, const Tiles& tiles, int64_t units, bool forward
   dims->capacity = Capacity(dims->ranks, dims->Routes(), dims->local_experts, dims->row_tile);
   if (dims->minibatch == 0) {
     const int64_t estimate = MinibatchEstimate(units, dims->row_tile, 2 * tiles.gate_up_columns, dims->intermediate);
-    // Two balanced experts, or two of the groups in which a large expert reads its weights anyway. A forward pass,
-    // which writes less that must stay in the second level cache, takes twice as many (H200, S3: 4 %), if they are half
-    // of all at most.
+    // Two balanced experts, or two of the groups in which a large expert reads its weights anyway. A forward pass takes
+    // twice as many (H200, S3: 4 %; why is not understood), if they are half of all at most.
     const int64_t uncut = 2 * Min(dims->Routes() / dims->local_experts, tiles.group * dims->row_tile);
     dims->minibatch = RoundUp(Max(estimate, uncut), dims->row_tile);
     if (forward && 4 * dims->minibatch <= dims->capacity) dims->minibatch *= 2;

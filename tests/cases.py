@@ -41,6 +41,8 @@ CEILINGS = {"float32": 1e-5, "float64": 1e-13, "bfloat16": 2e-2}
 SMALL = dict(tokens=37, hidden=24, intermediate=40, shared=56, experts=6, top_k=3)
 ODD = dict(tokens=37, hidden=192, intermediate=320, shared=448, experts=6, top_k=3)
 
+BY_ROW = ("y", "d_x", "d_router_weights")  # results of which each row is computed by itself
+
 # Many macrobatches even at SMALL: what only "host" looks at, and all but "cuda" accept.
 TINY = mok_jax.MoKConfig(row_tile=8, minibatch=16, macrobatch=32)
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_good, assert_near, assert_same_bits, exactly, make_case, run
+from cases import BY_ROW, assert_good, assert_near, assert_same_bits, exactly, make_case, run
 from test_mxfp8_layer import assert_near as assert_near_the_definition
 
 import mok_jax
@@ -185,8 +185,7 @@ def test_virtual_ranks_are_one_rank(dtype, kernel, ranks, macrobatch):
     minibatch = None if macrobatch is None else 128
     config = dataclasses.replace(kernel, virtual_ranks=ranks, minibatch=minibatch, macrobatch=macrobatch)
     result = run(case, "cuda", config=config)
-    by_row = ("y", "d_x", "d_router_weights")
-    assert_same_bits({name: result[name] for name in by_row}, {name: expected[name] for name in by_row})
+    assert_same_bits({name: result[name] for name in BY_ROW}, {name: expected[name] for name in BY_ROW})
     assert_near(result, expected, 1e-5 if dtype == "f32" else 2**-6)  # weight gradients: in another order
 
 
@@ -198,8 +197,7 @@ def test_long_rows_move_in_pieces_of_few(hidden, precision):
     case = make_case("bf16", "padding_slots", **sizes)
     config = MoKConfig(minibatch=128, macrobatch=256, precision=precision)
     one, two = (check(case, "bf16", dataclasses.replace(config, virtual_ranks=ranks)) for ranks in (1, 2))
-    for name in ("y", "d_x", "d_router_weights"):
-        assert_same_bits(two[name], one[name])
+    assert_same_bits({name: two[name] for name in BY_ROW}, {name: one[name] for name in BY_ROW})
 
 
 @kernels

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import PATTERNS, assert_good, assert_same_bits, known, make_case, rows_that_differ, run
+from cases import BY_ROW, PATTERNS, assert_good, assert_same_bits, known, make_case, rows_that_differ, run
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -25,7 +25,6 @@ from mok_jax import MoKConfig
 
 TOKENS = 77  # of a rank
 SIZES = SIZES | dict(experts=8)
-BY_ROW = ("y", "d_x", "d_router_weights")
 
 
 @pytest.fixture(params=[2, 4, 8])

@@ -2,9 +2,12 @@
 
 import doctest
 import importlib
+import os
 import pathlib
 import pkgutil
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -34,6 +37,32 @@ def test_readme_links_lead_to_files():
     if not (README.parent / "ffi").is_dir():  # an installed wheel is tested without the sources
         links = [link for link in links if not link.startswith(("ffi/", "mok_jax/", "benchmarks/"))]
     assert [link for link in links if not (README.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("required", "code", "text"),
+    [("", 0, "1 skipped"), ("1", 4, "MOK_REQUIRE_GPU: there is no CUDA device to test on: ")],
+    ids=["left_out", "required"],
+)
+def test_gpu_tests_that_a_command_names_need_a_gpu(required, code, text):
+    """As CONTRIBUTING.md names them, where there is none, or JAX is not to use it."""
+    name = pathlib.Path(__file__).with_name("test_cuda.py")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-p",
+        "no:benchmark",
+        str(name),
+        "-k",
+        "test_offsets_beyond_32_bits",
+    ]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "MOK_REQUIRE_GPU": required}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    output = result.stdout + result.stderr
+    assert result.returncode == code and text in output, output
 
 
 MODULES = sorted(m.name for m in pkgutil.iter_modules(mok_jax.__path__) if not m.name.startswith("_"))

@@ -188,3 +188,16 @@ def test_workspace_of_a_bounded_ring_does_not_grow_with_the_ranks():
         return host.workspace_bytes(dims, host.Pass(backward=True, context=True, gradients=15), 4, 4)
 
     assert ring_bytes(32) < 1.05 * ring_bytes(2)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_table_of_one_rank_has_no_ring_for_results(backward):
+    """All of them go to its own return window. What it pulls stands beside what an exchange of two pulls."""
+
+    def ring_bytes(ranks):
+        sizes = dict(tokens=512, top_k=2, experts=2, hidden=64, intermediate=128, row_tile=128, macrobatch=512)
+        dims = make_dims(ranks=ranks, peers=True, **sizes)
+        return host.workspace_bytes(dims, host.Pass(backward=backward, context=True, gradients=15), 4, 4)
+
+    out = 512 * 64 * 4
+    assert ring_bytes(2) - ring_bytes(1) - out in range(20_000)  # the schedule and the counters of more rows

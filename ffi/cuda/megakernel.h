@@ -20,8 +20,8 @@ inline constexpr int kMaxRanks = 72;  // of one NVLink domain
 // kPortable: compute capability 8.0 and later, mma.sync or plain FMA. kHopper: 9.0, wgmma and the copy engine.
 enum class Path : int32_t { kPortable, kHopper };
 
-// Hopper moves 128 KiB at a time: larger, and the first products wait longer for the first rows; smaller, and the tasks
-// themselves take long.
+// Hopper moves 128 KiB at a time: the first products wait until so much has come to every multiprocessor. Smaller
+// pieces mean more tickets and waits; not measured.
 //
 // Both paths multiply tiles of 128 x 256. Hopper's copy engine reads 64 gathered rows in 64 requests and is
 // too slow for it (450 TFLOP/s against 655; H200, 131072x4096x4096, 2026-11-29), so x and dy go by the ring.
