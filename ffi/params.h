@@ -154,6 +154,12 @@ struct Params {
   Gradients d_routed, d_shared;
 };
 
+// Of a row that came from this rank itself, given as in Schedule::row_source, the route; of others -1.
+MOK_HD inline int64_t OwnRoute(const Params& p, int64_t source) {
+  const int64_t routes = p.dims.Routes(), route = source - p.rank * routes;
+  return route >= 0 && route < routes ? route : -1;
+}
+
 inline Peer PeerOf(const Params& p) {
   const bool mxfp8 = p.pass.mxfp8;
   return {mxfp8 ? p.ring.staged_x : p.x, mxfp8 ? p.ring.staged_d_y : p.d_y, p.router_weights, p.ring.returned,

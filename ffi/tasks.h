@@ -109,6 +109,7 @@ class TaskList {
   MOK_HD Index DHiddenTiles() const { return d_width_tiles_; }  // partial sums of a row's <dh', h>
   // Of a block's rows communication task `tile` moves the tile-th PartRows(), as far as there are so many.
   MOK_HD Index PartRows() const { return part_rows_; }
+  MOK_HD Index MinibatchTasks() const { return minibatch_blocks_ * parts_; }  // communication tasks of one kind
   MOK_HD bool Pulls() const { return pulls_; }
   MOK_HD Index RowOffset(Index expert) const { return row_offset_[expert]; }
   // Whether gate and up of a macrobatch are computed in this pass (always in the forward pass).
@@ -129,7 +130,7 @@ class TaskList {
   };
   MOK_HD Run RunOf(Index index) const {
     Run run = index < NumShared() ? SharedRun(index) : RoutedRun(index);
-    const Index groups = Max(1, (run.rows + group_ / 2) / group_);
+    const Index groups = Max(1, (run.rows + group_ / 2) / group_) * (pushes_ ? Haste(run) : 1);
     run.group = RoundUp(CeilDiv(run.rows, groups), 2);
     return run;
   }
@@ -257,6 +258,20 @@ class TaskList {
       blocks = Max(row_offset_[expert] / row_tile_ - macrobatch * macrobatch_blocks_, 0);
     }
     return Min(blocks, BlocksIn(macrobatch));
+  }
+
+  // How much smaller a run's groups are where rows travel between ranks. Small ones at first: products begin as soon
+  // as few rows are there. At last: few results are left to push when nothing is left to multiply.
+  MOK_HD Index Haste(const Run& run) const {
+    const Task& task = run.task;
+    const Index first = task.macrobatch * macrobatch_blocks_;
+    switch (task.op) {
+      case Op::kGateUp:
+      case Op::kDgradDown: return task.block == first ? 2 : 1;
+      case Op::kDown:
+      case Op::kDgradGateUp: return task.block + run.rows == first + BlocksIn(task.macrobatch) ? 4 : 1;
+      default: return 1;
+    }
   }
 
   // Tasks of a macrobatch before its step-th step. Step t runs step t - lag of each stage.

@@ -360,8 +360,9 @@ def test_every_call_that_waits_in_vain_is_reported():
     run(case, "cuda", config=config)
 
 
-def test_a_call_of_many_ranks_that_wait_in_vain_is_reported_once():
-    case = make_case("bf16", tokens=200, experts=6, top_k=3, **SIZES)
+@pytest.mark.parametrize("hidden", [136, 65544])  # the second: so much to push that half of the movers wait
+def test_a_call_of_many_ranks_that_wait_in_vain_is_reported_once(hidden):
+    case = make_case("bf16", tokens=200, experts=6, top_k=3, **SIZES | dict(hidden=hidden))
     config = MoKConfig(minibatch=128, virtual_ranks=2)
     good = jax.jit(lambda case: cases.call(case, "cuda", config=config))
     jax.block_until_ready(good(case))

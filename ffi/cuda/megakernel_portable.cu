@@ -157,7 +157,7 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const TaskList
   const Dims& d = p.dims;
   const Moved moved = MovedBy(p, list, p.schedule.row_count, task);
   const int64_t routes = d.Routes(), row_bytes = d.hidden * static_cast<int64_t>(sizeof(S));
-  const bool pulls = task.op == Op::kDispatch || task.op == Op::kReverseCombine;
+  const bool pulls = IsPull(task.op);
   const auto row = [row_bytes](const void* base, int64_t index) {
     return const_cast<char*>(static_cast<const char*>(base)) + index * row_bytes;
   };
@@ -210,7 +210,7 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const TaskList
         static_cast<float*>(p.ring.weights)[ring_row] = static_cast<const float*>(peer.router_weights)[source % routes];
       }
     }
-    if (!pulls && source / routes != p.rank) copy(row(p.ring.out, ring_row), row(peer.returned, source % routes));
+    if (!pulls && OwnRoute(p, source) < 0) copy(row(p.ring.out, ring_row), row(peer.returned, source % routes));
     if (task.op == Op::kReverseDispatch && threadIdx.x == 0) {
       static_cast<float*>(peer.returned_d_weights)[source % routes] =
           Stages<S, true>::SumPartials(p, ring_row, static_cast<int>(list.DHiddenTiles()));

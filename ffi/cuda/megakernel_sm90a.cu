@@ -443,7 +443,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     } else if (warp == 1) {
       HandOut(p, launch, s, rank, lane);
     } else if (warp == 2) {
-      MoveRows<mxfp8>(p, peers, launch, s, lane);
+      MoveRows<mxfp8>(p, peers, launch, s, rank, lane);
     } else {
       if (lane == 0) SignalFinished(p, maps, s, rank);
     }

@@ -75,6 +75,8 @@ __device__ inline void Signal(const Params& p, Index counter) {
   ptx::AddRelease(p.ring.counters + counter, 1);
 }
 
+__device__ inline bool IsPull(Op op) { return op == Op::kDispatch || op == Op::kReverseCombine; }
+
 // The rows that communication task `tile` of a block moves, and where they lie.
 struct Moved {
   int64_t first;  // in the schedule

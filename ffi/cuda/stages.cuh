@@ -209,7 +209,6 @@ class Stages {
   __device__ __forceinline__ void Out(const Work& w, const float (&sum)[kSums]) const {
     void* shared = Backward() ? p_.d_x : p_.y;
     const int hidden = static_cast<int>(p_.dims.hidden);
-    const int64_t routes = p_.dims.Routes(), own = p_.rank * routes;
     S* rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -220,9 +219,8 @@ class Stages {
       } else if (w.shared) {
         rows[half] = At(shared, in_ring * hidden);
       } else {
-        const int64_t route = Source(w, row) - own;
-        rows[half] =
-            route >= 0 && route < routes ? At(p_.ring.returned, route * hidden) : At(p_.ring.out, in_ring * hidden);
+        const int64_t route = OwnRoute(p_, Source(w, row));
+        rows[half] = route >= 0 ? At(p_.ring.returned, route * hidden) : At(p_.ring.out, in_ring * hidden);
       }
     }
     StoreTile<S, 0, 8>(sum, rows, w.column, hidden);

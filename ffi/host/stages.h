@@ -120,7 +120,6 @@ class Stages {
   int64_t RingRow(const Task& task, int64_t block) const {
     return block * d_.row_tile - task.macrobatch * d_.macrobatch;
   }
-  bool IsOwn(int64_t source) const { return source / d_.Routes() == p_.rank; }
   const int32_t* Source(int64_t block) const { return p_.schedule.row_source + block * d_.row_tile; }
 
   // Where the pulled x rows of a macrobatch lie.
@@ -166,7 +165,7 @@ class Stages {
     const int64_t n = Count(task, task.block), routes = d_.Routes();
     for (int64_t i = 0; i < n; ++i) {
       const int64_t source = Source(task.block)[i];
-      if (IsOwn(source)) continue;
+      if (OwnRoute(p_, source) >= 0) continue;
       std::memcpy(At(peers_[source / routes].returned, source % routes * d_.hidden),
                   At(p_.ring.out, (RingRow(task, task.block) + i) * d_.hidden), d_.hidden * sizeof(S));
     }
@@ -301,9 +300,9 @@ class Stages {
                 void* shared) const {
     const bool routed = b.weights == &p_.routed;
     for (int64_t i = 0; i < b.count; ++i) {
-      const int64_t source = routed ? Source(task.block)[i] : 0;
-      S* out = routed && IsOwn(source) ? At(p_.ring.returned, source % d_.Routes() * d_.hidden)
-                                       : At(routed ? p_.ring.out : shared, (b.row + i) * d_.hidden);
+      const int64_t own = routed ? OwnRoute(p_, Source(task.block)[i]) : -1;
+      S* out =
+          own >= 0 ? At(p_.ring.returned, own * d_.hidden) : At(routed ? p_.ring.out : shared, (b.row + i) * d_.hidden);
       for (int64_t c = 0; c < columns; ++c) out[first + c] = Numerics<S>::Round(tile[i * columns + c]);
     }
   }
