@@ -40,18 +40,9 @@ const char* Stage(const Params& p, const Meeting& meeting, const ArenaLayout& at
   const Dims& d = p.dims;
   const bool forward = p.pass.direction == Direction::kForward;
   const int64_t rows = p.pass.mxfp8 ? 0 : d.tokens * d.hidden * Bytes(p.type), routes = d.Routes() * 4;
-  const struct {
-    int64_t offset;
-    const void* from;
-    int64_t bytes;
-  } arrays[] = {{at.x, p.x, rows},
-                {at.ids, p.ids, forward ? routes : 0},
-                {at.d_y, p.d_y, forward ? 0 : rows},
-                {at.router_weights, p.router_weights, forward ? 0 : routes}};
-  for (const auto& [offset, from, bytes] : arrays) {
-    if (const char* error = LaunchStage(meeting, offset, from, bytes, sms, stream)) return error;
-  }
-  return nullptr;
+  StagedArrays arrays{{{at.x, p.x, rows}, {at.ids, p.ids, routes}}};
+  if (!forward) arrays = {{{at.x, p.x, rows}, {at.d_y, p.d_y, rows}, {at.router_weights, p.router_weights, routes}}};
+  return LaunchStage(meeting, arrays, sms, stream);
 }
 
 // MXFP8: x and dy as they are pulled.

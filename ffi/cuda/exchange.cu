@@ -15,6 +15,7 @@ namespace mok::cuda {
 namespace {
 
 constexpr int kThreads = 96, kStageThreads = 512;
+constexpr int64_t kWordBytes = sizeof(uint4);
 static_assert(kThreads >= kMaxRanks, "a thread for each peer");
 
 __device__ volatile uint32_t& Abandoned(const Meeting& m, int64_t rank) { return m.group.ControlOf(rank)->abandon; }
@@ -133,15 +134,38 @@ __global__ void __launch_bounds__(kThreads) Barrier(const __grid_constant__ Meet
   }
 }
 
-// Copies whole words. Not by cudaMemcpyAsync: once the group is given up a rank must not write any more into what a
-// peer, which may have passed the barrier that this rank left, still pulls from.
+// Words of 16 bytes from `first` on, `stride` apart, several of which are under way at once.
+template <int at_once>
+__device__ void CopyWords(void* to, const void* from, int64_t words, int64_t first, int64_t stride) {
+  auto* out = static_cast<uint4*>(to);
+  const auto* in = static_cast<const uint4*>(from);
+  for (; first < words; first += at_once * stride) {
+    uint4 word[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      if (first + i * stride < words) word[i] = __ldcs(in + first + i * stride);
+    }
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      if (first + i * stride < words) out[first + i * stride] = word[i];
+    }
+  }
+}
+
+// Not by cudaMemcpyAsync: once the group is given up a rank must not write any more into what a peer, which may have
+// passed the barrier that this rank left, still pulls from.
 __global__ void __launch_bounds__(kStageThreads)
-    StageArray(const __grid_constant__ Meeting m, uint4* to, const uint4* from, int64_t words, char* tail_to,
-               const char* tail_from, int tail) {
+    Stage(const __grid_constant__ Meeting m, const __grid_constant__ StagedArrays arrays) {
   if (m.call_control[kAbortFlag] != 0) return;
   const int64_t stride = int64_t{gridDim.x} * kStageThreads, first = int64_t{blockIdx.x} * kStageThreads + threadIdx.x;
-  for (int64_t i = first; i < words; i += stride) to[i] = __ldcs(from + i);
-  if (first < tail) tail_to[first] = tail_from[first];
+  for (const auto& [offset, array, bytes] : arrays.at) {
+    char* to = m.group.arenas[m.group.rank] + offset;
+    const char* from = static_cast<const char*>(array);
+    // XLA's buffers begin at multiples of 64 bytes at least.
+    CopyWords<4>(to, from, bytes / kWordBytes, first, stride);
+    const int64_t in_tail = bytes / kWordBytes * kWordBytes + first;
+    if (in_tail < bytes) to[in_tail] = from[in_tail];
+  }
 }
 
 // Up to half a millisecond, every 256th time up to half a second; from the epoch, which no two calls have in common.
@@ -152,24 +176,6 @@ __global__ void Pause(const __grid_constant__ Meeting m, int phase) {
   while (ptx::GlobalTimer() < end) __nanosleep(1000);
 }
 
-__device__ void CopyRow(char* to, const char* from, int64_t bytes, int lane) {
-  constexpr int kAtOnce = 8;  // words of 16 bytes that a lane has under way
-  auto* out = reinterpret_cast<uint4*>(to);
-  const auto* in = reinterpret_cast<const uint4*>(from);
-  const int64_t words = bytes / static_cast<int64_t>(sizeof(uint4));
-  for (int64_t first = lane; first < words; first += 32 * kAtOnce) {
-    uint4 word[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (first + 32 * i < words) word[i] = __ldcs(in + first + 32 * i);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (first + 32 * i < words) out[first + 32 * i] = word[i];
-    }
-  }
-}
-
 __global__ void __launch_bounds__(kStageThreads)
     MoveRows(const __grid_constant__ Meeting m, Traffic traffic, const __grid_constant__ TrafficRows rows) {
   if (m.call_control[kAbortFlag] != 0) return;
@@ -178,15 +184,16 @@ __global__ void __launch_bounds__(kStageThreads)
   const int64_t cta = both ? blockIdx.x / 2 : blockIdx.x, ctas = both ? gridDim.x / 2 : gridDim.x;
   constexpr int kWarps = kStageThreads / 32;
   const int64_t ranks = m.group.ranks, rank = m.group.rank;
+  const auto copy = [&](char* to, const char* from) {
+    CopyWords<8>(to, from, rows.row_bytes / kWordBytes, threadIdx.x % 32, 32);
+  };
   for (int64_t row = cta * kWarps + threadIdx.x / 32; row < rows.routes; row += ctas * kWarps) {
     char* peer = m.group.arenas[(rank + 1 + row) % ranks];
     if (pulls) {
-      CopyRow(rows.pulled + row * rows.row_bytes, peer + rows.x + row % rows.tokens * rows.row_bytes, rows.row_bytes,
-              threadIdx.x % 32);
+      copy(rows.pulled + row * rows.row_bytes, peer + rows.x + row % rows.tokens * rows.row_bytes);
     } else {
       const int64_t slot = row / ranks * ranks + rank;
-      CopyRow(peer + rows.returned + slot * rows.row_bytes, rows.pushed + row * rows.row_bytes, rows.row_bytes,
-              threadIdx.x % 32);
+      copy(peer + rows.returned + slot * rows.row_bytes, rows.pushed + row * rows.row_bytes);
     }
   }
 }
@@ -195,24 +202,19 @@ __global__ void Leave(const __grid_constant__ Meeting m) { m.group.ControlOf(m.g
 
 }  // namespace
 
-const char* LoadExchange() { return Load(Enter, Barrier, StageArray, MoveRows, Pause, Leave); }
+const char* LoadExchange() { return Load(Enter, Barrier, Stage, MoveRows, Pause, Leave); }
 
 const char* LaunchEnter(const Meeting& meeting, cudaStream_t stream) {
   Enter<<<1, 1, 0, stream>>>(meeting);
   return Launched();
 }
 
-const char* LaunchStage(const Meeting& meeting, int64_t offset, const void* from, int64_t bytes, int sms,
-                        cudaStream_t stream) {
+const char* LaunchStage(const Meeting& meeting, const StagedArrays& arrays, int sms, cudaStream_t stream) {
+  int64_t bytes = 0;
+  for (const auto& array : arrays.at) bytes = std::max(bytes, array.bytes);
   if (bytes == 0) return nullptr;
-  char* to = meeting.group.arenas[meeting.group.rank] + offset;
-  const char* source = static_cast<const char*>(from);
-  // XLA's buffers begin at multiples of 64 bytes at least.
-  const int64_t words = bytes / static_cast<int64_t>(sizeof(uint4)), done = words * static_cast<int64_t>(sizeof(uint4));
-  const int64_t blocks = std::min<int64_t>(2 * sms, std::max<int64_t>(1, (words + kStageThreads - 1) / kStageThreads));
-  StageArray<<<static_cast<unsigned>(blocks), kStageThreads, 0, stream>>>(
-      meeting, reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(source), words, to + done, source + done,
-      static_cast<int>(bytes - done));
+  const int64_t blocks = std::min<int64_t>(2 * sms, CeilDiv(CeilDiv(bytes, kWordBytes), kStageThreads));
+  Stage<<<static_cast<unsigned>(blocks), kStageThreads, 0, stream>>>(meeting, arrays);
   return Launched();
 }
 

@@ -325,7 +325,8 @@ ffi::Error ExecuteTraffic(int32_t ordinal, cudaStream_t stream, ffi::AnyBuffer p
   }
   cudaError_t error = cudaMemsetAsync(words, 0, kControlWords * 4, stream);
   const char* text = error == cudaSuccess ? LaunchEnter(meeting, stream) : cudaGetErrorString(error);
-  if (text == nullptr) text = LaunchStage(meeting, at.x, x.untyped_data(), x.size_bytes(), device->sms, stream);
+  const StagedArrays staged{{{at.x, x.untyped_data(), static_cast<int64_t>(x.size_bytes())}}};
+  if (text == nullptr) text = LaunchStage(meeting, staged, device->sms, stream);
   for (int64_t i = 1; text == nullptr && i < barriers; ++i) text = LaunchBarrier(meeting, 0, stream);
   for (int64_t i = 0; text == nullptr && i < repeats && traffic != 0; ++i) {
     text = LaunchTraffic(meeting, static_cast<Traffic>(traffic), rows, static_cast<int>(sms), stream);

@@ -47,8 +47,8 @@ struct Part {
   // Route `index` of the chunk as an expert of this part, or -1.
   __device__ int Expert(const Arguments& a, int64_t index) const {
     const int64_t route = chunk * kRoutesPerChunk + index;
-    if (route >= a.dims.Routes()) return -1;
-    const int64_t expert = int64_t{a.ids.at[source][route]} - a.rank * a.dims.local_experts - first_expert;
+    const int32_t id = route < a.dims.Routes() ? a.ids.at[source][route] : -1;
+    const int64_t expert = int64_t{id} - a.rank * a.dims.local_experts - first_expert;
     return expert >= 0 && expert < experts ? static_cast<int>(expert) : -1;
   }
   __device__ int64_t Before(const Arguments& a, int expert) const {
@@ -178,27 +178,34 @@ __global__ void __launch_bounds__(kThreads) Place(const __grid_constant__ Argume
     }
   }
   __syncthreads();
+  int round[kPerLane];  // of a lane's route: how many of its expert's routes from the same rank stand before it
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const unsigned alike = __match_any_sync(~0u, expert[i]);
     const bool mine = expert[i] >= 0;
-    const int round = mine ? next[warp][expert[i]] + __popc(alike & ((1u << lane) - 1)) : 0;
+    round[i] = mine ? next[warp][expert[i]] + __popc(alike & ((1u << lane) - 1)) : 0;
     // Every lane has read `next` before the lowest of those alike moves it on, and the reverse for the next step.
     __syncwarp();
-    if (mine && lane == __ffs(alike) - 1) next[warp][expert[i]] = round + __popc(alike);
+    if (mine && lane == __ffs(alike) - 1) next[warp][expert[i]] = round[i] + __popc(alike);
     __syncwarp();
-    if (!mine) continue;
-    int64_t row = round;
-    if (ranks > 1) {
-      const int64_t local = part.first_expert + expert[i];
-      row = a.out.row_offset[local];
-      for (int64_t r = 0; r < ranks; ++r) {
-        const int count = a.counts[local * ranks + r];
-        row += Min(count, round) + (r < turn && count > round ? 1 : 0);
-      }
+  }
+  // Loops of their own, so that the loads of all routes are under way at once.
+  int row[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    row[i] = ranks == 1 ? round[i] : a.out.row_offset[part.first_expert + Max(expert[i], 0)];
+  }
+  for (int64_t r = 0; ranks > 1 && r < ranks; ++r) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int count = a.counts[(part.first_expert + Max(expert[i], 0)) * ranks + r];
+      row[i] += Min(count, round[i]) + (r < turn && count > round[i] ? 1 : 0);
     }
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
     const int64_t route = part.chunk * kRoutesPerChunk + Lane(i);
-    a.out.row_source[row] = static_cast<int32_t>(part.source * routes + route);
+    if (expert[i] >= 0) a.out.row_source[row[i]] = static_cast<int32_t>(part.source * routes + route);
   }
 }
 
