@@ -190,10 +190,10 @@ def test_virtual_ranks_are_one_rank(dtype, kernel, ranks, macrobatch):
 
 
 @pytest.mark.parametrize("precision", [None, "mxfp8"], ids=["bf16", "mxfp8"])
-@pytest.mark.parametrize("hidden", [3080, 65544])
-def test_long_rows_move_in_pieces_of_few(hidden, precision):
+@pytest.mark.parametrize(("tokens", "hidden"), [(200, 3080), (40, 65544)])
+def test_long_rows_move_in_pieces_of_few(tokens, hidden, precision):
     """21 rows at a time, which do not divide a block, and one."""
-    sizes = dict(tokens=200, hidden=hidden, intermediate=64, experts=6, top_k=3)
+    sizes = dict(tokens=tokens, hidden=hidden, intermediate=64, experts=6, top_k=3)
     case = make_case("bf16", "padding_slots", **sizes)
     config = MoKConfig(minibatch=128, macrobatch=256, precision=precision)
     one, two = (check(case, "bf16", dataclasses.replace(config, virtual_ranks=ranks)) for ranks in (1, 2))
