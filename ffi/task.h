@@ -76,6 +76,8 @@ enum class Op : int32_t {
   kSharedGradDown,
 };
 
+MOK_HD inline bool IsPull(Op op) { return op == Op::kDispatch || op == Op::kReverseCombine; }
+
 // All of `count` counters from `counter` on must equal `target`.
 struct Wait {
   Index counter;

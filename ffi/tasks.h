@@ -260,16 +260,15 @@ class TaskList {
     return Min(blocks, BlocksIn(macrobatch));
   }
 
-  // How much smaller a run's groups are where rows travel between ranks. Small ones at first: products begin as soon
-  // as few rows are there. At last: few results are left to push when nothing is left to multiply.
+  // How much smaller a run's groups are where rows travel between ranks. Small ones where a pass begins, so that its
+  // products wait for few rows, and where a forward pass ends, so that few results are left to push. (A backward pass
+  // ends with weight gradients.)
   MOK_HD Index Haste(const Run& run) const {
-    const Task& task = run.task;
-    const Index first = task.macrobatch * macrobatch_blocks_;
-    switch (task.op) {
+    const Index first = backward_ ? 0 : (macrobatches_ - 1) * macrobatch_blocks_, block = run.task.block;
+    switch (run.task.op) {
       case Op::kGateUp:
-      case Op::kDgradDown: return task.block == first ? 2 : 1;
-      case Op::kDown:
-      case Op::kDgradGateUp: return task.block + run.rows == first + BlocksIn(task.macrobatch) ? 4 : 1;
+      case Op::kDgradDown: return block == first ? 2 : 1;
+      case Op::kDown: return block + run.rows == BlocksIn(0) ? 4 : 1;
       default: return 1;
     }
   }
@@ -529,7 +528,7 @@ class TaskList {
     return run;
   }
 
-  // Place `index` of a walk over a run's grid: in groups of about `group_` rows, whose operands a second level
+  // Place `index` of a walk over a run's grid: in groups of Run::group rows, whose operands a second level
   // cache holds, two columns at a time, first one, then the other. Places 2 i and 2 i + 1 are two rows of one
   // column, those of an odd last row the two columns, so that two multiprocessors can share an operand.
   MOK_HD static void Walk(const Run& run, Index index, Index* row, Index* column) {

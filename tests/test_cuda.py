@@ -360,13 +360,16 @@ def test_every_call_that_waits_in_vain_is_reported():
     run(case, "cuda", config=config)
 
 
-@pytest.mark.parametrize("hidden", [136, 65544])  # the second: so much to push that half of the movers wait
-def test_a_call_of_many_ranks_that_wait_in_vain_is_reported_once(hidden):
-    case = make_case("bf16", tokens=200, experts=6, top_k=3, **SIZES | dict(hidden=hidden))
+# The second: so much to push that half of the movers hold back when block 2 is stuck.
+@pytest.mark.parametrize(
+    ("sizes", "block"), [(SIZES, 0), (dict(hidden=65544, intermediate=64), 2)], ids=["few", "many"]
+)
+def test_a_call_of_many_ranks_that_wait_in_vain_is_reported_once(sizes, block):
+    case = make_case("bf16", tokens=200, experts=12, top_k=6, **sizes)
     config = MoKConfig(minibatch=128, virtual_ranks=2)
     good = jax.jit(lambda case: cases.call(case, "cuda", config=config))
     jax.block_until_ready(good(case))
-    stuck = dataclasses.replace(config, timeout=0.5, stuck_counter=cases.first_block_of_h(case, config))
+    stuck = dataclasses.replace(config, timeout=0.5, stuck_counter=cases.first_block_of_h(case, config) + block)
     jax.jit(lambda case: cases.call(case, "cuda", config=stuck))(case)
     errors, later = [], []
     for _ in range(16):  # while one rank after the other gives up
@@ -457,6 +460,7 @@ SCHEDULES = [
     (131072, 8, 256, 1),
     (700, 6, 33, 2),
     (1025, 4, 3, 5),
+    (300, 4, 513, 3),
     (33, 4, 2, 72),
 ]
 

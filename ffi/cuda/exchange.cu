@@ -15,8 +15,8 @@ namespace mok::cuda {
 namespace {
 
 constexpr int kThreads = 96, kStageThreads = 512;
-constexpr int64_t kWordBytes = sizeof(uint4);
 static_assert(kThreads >= kMaxRanks, "a thread for each peer");
+constexpr int64_t kWordBytes = sizeof(uint4);
 
 __device__ volatile uint32_t& Abandoned(const Meeting& m, int64_t rank) { return m.group.ControlOf(rank)->abandon; }
 
@@ -152,8 +152,8 @@ __device__ void CopyWords(void* to, const void* from, int64_t words, int64_t fir
   }
 }
 
-// Not by cudaMemcpyAsync: once the group is given up a rank must not write any more into what a peer, which may have
-// passed the barrier that this rank left, still pulls from.
+// Copies arrays into the arena. Not by cudaMemcpyAsync: once the group is given up a rank must not write any more into
+// what a peer, which may have passed the barrier that this rank left, still pulls from.
 __global__ void __launch_bounds__(kStageThreads)
     Stage(const __grid_constant__ Meeting m, const __grid_constant__ StagedArrays arrays) {
   if (m.call_control[kAbortFlag] != 0) return;
@@ -213,7 +213,7 @@ const char* LaunchStage(const Meeting& meeting, const StagedArrays& arrays, int 
   int64_t bytes = 0;
   for (const auto& array : arrays.at) bytes = std::max(bytes, array.bytes);
   if (bytes == 0) return nullptr;
-  const int64_t blocks = std::min<int64_t>(2 * sms, CeilDiv(CeilDiv(bytes, kWordBytes), kStageThreads));
+  const int64_t blocks = std::min<int64_t>(2 * sms, CeilDiv(bytes, kWordBytes * kStageThreads));
   Stage<<<static_cast<unsigned>(blocks), kStageThreads, 0, stream>>>(meeting, arrays);
   return Launched();
 }

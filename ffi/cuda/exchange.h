@@ -24,14 +24,14 @@ struct Meeting {
 const char* LoadExchange();
 // The first kernel of a call, after its control words are zeroed: takes the arena.
 const char* LaunchEnter(const Meeting& meeting, cudaStream_t stream);
-// Copies arrays to their offsets in this rank's arena, unless the call has failed.
 struct StagedArrays {
   struct {
-    int64_t offset;
+    int64_t offset;  // in this rank's arena
     const void* from;
     int64_t bytes;  // 0: no array
   } at[3];
 };
+// Copies the arrays there, unless the call has failed.
 const char* LaunchStage(const Meeting& meeting, const StagedArrays& arrays, int sms, cudaStream_t stream);
 // Waits until every rank of the group has come here with the same call, or for timeout_ns.
 const char* LaunchBarrier(const Meeting& meeting, int barrier, cudaStream_t stream);

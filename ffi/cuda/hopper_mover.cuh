@@ -145,32 +145,35 @@ class Mover {
   Cursor<kMoveBuffers> in_, out_;
 };
 
-// Until the next ticket is a pull, or one of the last, or a minibatch waits to be pushed. False after an abort.
+// Until a minibatch waits to be pushed, or a pull stands that near behind the pushes, or the list ends soon. False
+// after an abort.
 //
 // Careful: looks seldom, since decoding tasks takes the math warps' issue slots: once a microsecond made gate-up 2 %
 // slower (two H200s, S1, 2026-11-30).
-__device__ inline bool WaitForBacklog(const Params& p, const TaskList& list, int tasks, int lane) {
-  int known = -1;  // the ticket that `ready` is for
-  Wait ready{};    // what a task a minibatch later waits for
-  for (;; __nanosleep(8000)) {
+__device__ inline bool HoldBack(const Params& p, const TaskList& list, int tasks, int lane) {
+  constexpr unsigned kPauseNs = 8000;
+  int known = -1;  // the ticket that `later` is for
+  Wait later{};    // of the task a minibatch later
+  for (;; __nanosleep(kPauseNs)) {
     int next = lane == 0 ? ptx::LoadRelaxed(p.ring.control + kCommunicationTicket) : 0;
     next = __shfl_sync(~0u, next, 0);
     if (next + static_cast<int>(gridDim.x) >= tasks) return true;
     if (next != known) {
-      if (IsPull(list.Communication(next).op)) return true;
-      ready = list.Communication(Min(next + list.MinibatchTasks(), tasks - 1)).waits[0];
+      const Task task = list.Communication(Min(next + list.MinibatchTasks(), tasks - 1));
+      if (IsPull(task.op)) return true;
+      later = task.waits[0];
       known = next;
     }
-    const bool behind = lane == 0 && ptx::LoadRelaxed(p.ring.counters + ready.counter) == ready.target;
+    const bool behind = lane == 0 && ptx::LoadRelaxed(p.ring.counters + later.counter) == later.target;
     const bool aborted = lane == 0 && ptx::LoadRelaxed(p.ring.control + kAbortFlag) != 0;
     if (__any_sync(~0u, aborted)) return false;
     if (__any_sync(~0u, behind)) return true;
   }
 }
 
-// cta: in the cluster. Its second one pushes only where the first ones of all clusters are behind: pushing from
-// everywhere at once fills the links to the brim, and the operands of products wait in line with the rows (two H200s,
-// S1: 4 % more cycles instead of 1 %, 2026-11-30).
+// cta: in the cluster. While nothing but pushes is near, its second one pushes only what the first ones of all clusters
+// are behind with. Pushing from everywhere at once fills the links, and products take longer, presumably since their
+// operands wait in line with the rows (two H200s, S1: 4 % more cycles instead of 1 %, 2026-11-30).
 template <bool mxfp8>
 __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& launch, Shared& s, int cta, int lane) {
   const TaskList& list = s.list;
@@ -185,21 +188,22 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
   };
   uint64_t pulled = 0;  // of lane 0: the bytes that its barriers awaited
   int ahead = TakeTicket(p, kCommunicationTicket, lane);
-  bool waits = false;  // before it takes a ticket
+  bool holds_back = false;
   Index written = -1;  // the counter of the task before, whose rows are on their way
   const auto finish = [&] {
+    if (written < 0) return;
     __threadfence();  // every lane's weights, before lane 0 signals for all
     __syncwarp();
-    if (lane == 0 && written >= 0) {
+    if (lane == 0) {
       mover.Finish();
       Signal(p, written);
     }
     written = -1;
   };
   for (;;) {
-    if (waits) {
+    if (holds_back) {
       finish();
-      if (!WaitForBacklog(p, list, tasks, lane)) return;
+      if (!HoldBack(p, list, tasks, lane)) return;
       ahead = TakeTicket(p, kCommunicationTicket, lane);
     }
     const int ticket = __shfl_sync(~0u, ahead, 0);
@@ -210,8 +214,8 @@ __device__ void MoveRows(const Params& p, const PeerTable& peers, const Launch& 
       return;
     }
     const bool pulls = IsPull(task.op);
-    waits = cta == 1 && !pulls;
-    if (!waits) ahead = TakeTicket(p, kCommunicationTicket, lane);
+    holds_back = cta == 1 && !pulls;
+    if (!holds_back) ahead = TakeTicket(p, kCommunicationTicket, lane);
     if (!WaitForCounters(p, launch, task, lane)) return;
     const Moved moved = MovedBy(p, list, s.row_counts, task);
     const bool exists = lane < moved.count;

@@ -1,9 +1,9 @@
 // Tickets, waits and signals of the task list on the device. Called by the warps that hand tasks out.
 //
 // A task's producers stand before it in its sequence or in the other one, every CTA works its tickets off in
-// order, and each sequence has a CTA that takes its tickets, so a wait ends unless a counter is wrong. A wait
-// that does not end is reported once through Status, sets the call's abort flag, which ends every other wait too,
-// and the kernel drains.
+// order, and each sequence has a CTA that takes its tickets, so a wait ends unless a counter is wrong. (Who holds
+// back, see hopper_mover.cuh, has no ticket meanwhile.) A wait that does not end is reported once through Status,
+// sets the call's abort flag, which ends every other wait too, and the kernel drains.
 #ifndef MOK_CUDA_QUEUE_CUH_
 #define MOK_CUDA_QUEUE_CUH_
 
@@ -74,8 +74,6 @@ __device__ inline void Signal(const Params& p, Index counter) {
   __threadfence();
   ptx::AddRelease(p.ring.counters + counter, 1);
 }
-
-__device__ inline bool IsPull(Op op) { return op == Op::kDispatch || op == Op::kReverseCombine; }
 
 // The rows that communication task `tile` of a block moves, and where they lie.
 struct Moved {

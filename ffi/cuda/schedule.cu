@@ -168,8 +168,7 @@ __global__ void __launch_bounds__(kThreads) Place(const __grid_constant__ Argume
   LoadAndCount(a, part, expert, next);
   const int64_t routes = a.dims.Routes(), ranks = a.dims.ranks, turn = a.Turn(part.source);
   for (int e = threadIdx.x; e < part.experts; e += kThreads) {
-    // On one rank a route's round is its row within the segment.
-    int before = a.before[part.Before(a, e)] + (ranks == 1 ? a.out.row_offset[part.first_expert + e] : 0);
+    int before = a.before[part.Before(a, e)];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       const int count = next[w][e];
@@ -192,10 +191,8 @@ __global__ void __launch_bounds__(kThreads) Place(const __grid_constant__ Argume
   // Loops of their own, so that the loads of all routes are under way at once.
   int row[kPerLane];
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    row[i] = ranks == 1 ? round[i] : a.out.row_offset[part.first_expert + Max(expert[i], 0)];
-  }
-  for (int64_t r = 0; ranks > 1 && r < ranks; ++r) {
+  for (int i = 0; i < kPerLane; ++i) row[i] = a.out.row_offset[part.first_expert + Max(expert[i], 0)];
+  for (int64_t r = 0; r < ranks; ++r) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int count = a.counts[(part.first_expert + Max(expert[i], 0)) * ranks + r];
