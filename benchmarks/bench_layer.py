@@ -48,9 +48,9 @@ import numpy as np
 from jax.sharding import Mesh
 from memory import measure_growth, measure_peak, pulled_bytes
 from problem import check_agreement, make_calls, make_problem, reference, results_to_check
-from protocol import BOUNDS, DIRECTIONS, DTYPES, LIMIT, ROUTINGS, SHAPES, Shape, both_orders, steady
+from protocol import BOUNDS, DIRECTIONS, DTYPES, LIMIT, ROUTINGS, SHAPES, Shape, both_orders, skew_refusal, steady
 from report import draw, table
-from rivals import CONTENDERS, quantize, rows_of_room
+from rivals import CONTENDERS, package, quantize, rows_of_room
 
 import mok_jax
 from mok_jax import distributed
@@ -310,6 +310,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Shape, mok_j
         if not options.contenders:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in named.items())
             raise ValueError(f"none of --contenders can run here: {reasons or 'there is none'}")
+        _check_sizes(options.contenders, shape, config)
         measures = jax.default_backend() == "cpu" and options.gpus == 1
         if options.memory and not measures:
             raise ValueError("--memory is of one CPU device; on a GPU the peak is measured anyway")
@@ -338,6 +339,17 @@ def _check_writable(flag: str, path: pathlib.Path | None) -> None:
         raise ValueError(f"{flag}: {path} cannot be written")
 
 
+def _check_sizes(names: list[str], shape: Shape, config: mok_jax.MoKConfig) -> None:
+    """What the package says to the sizes, before there are arrays of them."""
+    up, down = (shape.experts, shape.hidden, shape.intermediate), (shape.experts, shape.intermediate, shape.hidden)
+    sizes = [(shape.tokens, shape.hidden), up, up, down]
+    x, *weights = (jax.ShapeDtypeStruct(size, shape.dtype) for size in sizes)
+    ids, router_weights = (jax.ShapeDtypeStruct((shape.tokens, shape.top_k), dtype) for dtype in ("int32", "float32"))
+    for implementation in dict.fromkeys(name.split("_")[0] for name in names):
+        if implementation in IMPLEMENTATIONS:
+            jax.eval_shape(package(implementation, config), ids, x, router_weights, *weights)
+
+
 def _describe_shapes() -> str:
     return "; ".join(f"{name} {', '.join(map(str, dataclasses.astuple(shape)))}" for name, shape in SHAPES.items())
 
@@ -357,6 +369,10 @@ def _why_not(name: str, shape: Shape, options: argparse.Namespace) -> str | None
         return "it runs on one GPU; nccl_dense and nccl_ragged are for several"
     if options.gpus == 1 and (name.startswith("nccl_") or CONTENDERS.get(name, CONTENDERS[LIMIT]).alone):
         return "it needs --gpus 2 or more"
+    routing = (name in CONTENDERS and CONTENDERS[name].routing) or options.routing
+    whole = dataclasses.replace(shape, experts=options.gpus * shape.experts)
+    if name != LIMIT and routing == "skewed" and (refusal := skew_refusal(whole)):
+        return refusal
     if name.startswith("nccl_") and options.routing != "uniform":
         return "it has room for uniform routing only"
     balanced = shape.rows / options.gpus  # rows from a rank to a rank; fewer vary more

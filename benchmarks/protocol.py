@@ -56,6 +56,14 @@ SHAPES = {
 }
 
 
+def skew_refusal(shape: Shape) -> str | None:
+    """Why `route` cannot skew, or None: idle experts and expert 1 get no routes of the tokens' own choice."""
+    left = sum(expert % 10 != 0 and expert != 1 for expert in range(shape.experts))
+    if left >= shape.top_k:
+        return None
+    return f"skewed routing needs more experts: top_k {shape.top_k}, but only {left} are left"
+
+
 def route(shape: Shape, routing: str = "uniform", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Softmax top-k of normal logits: expert ids int32 and weights float32, both [tokens, top_k].
 
@@ -65,10 +73,9 @@ def route(shape: Shape, routing: str = "uniform", seed: int = 0) -> tuple[np.nda
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal((shape.tokens, shape.experts), np.float32)
     if routing == "skewed":
+        if refusal := skew_refusal(shape):
+            raise ValueError(refusal)
         logits[:, ::10] = logits[:, 1] = -np.inf
-        left = int(np.isfinite(logits[0]).sum())
-        if left < shape.top_k:
-            raise ValueError(f"--routing skewed needs more experts: top_k {shape.top_k}, but only {left} are left")
     ids = np.argpartition(-logits, shape.top_k - 1, axis=1)[:, : shape.top_k].astype(np.int32)
     scores = np.exp(logits)
     weights = np.take_along_axis(scores / scores.sum(axis=1, keepdims=True), ids, axis=1)

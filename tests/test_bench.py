@@ -74,6 +74,8 @@ def test_dense_is_left_out_where_it_does_too_much():
         (["--memory", "host", "--gpus", "2"], "--memory is of one CPU device"),
         (["--memory", "host,torch_tuned"], "--memory: torch_tuned: it needs a GPU"),
         (["--png", "picture"], "--png must end in .png, got picture"),
+        (["--minibatch", "100"], "minibatch must be a multiple of"),
+        (["--routing", "skewed", "--experts", "4", "--top-k", "3", "--contenders", "host"], "3, but only 2 are left"),
         (["--json", "."], "--json: . cannot be written"),
         (["--json", "/proc/none/report.json"], "--json: /proc/none cannot be made: No such file or directory"),
     ],
