@@ -193,6 +193,7 @@ def test_a_failure_of_the_package_ends_with_its_name(monkeypatch):
     part = dict(agreement={}, left_out=dict(cuda="RuntimeError: no"), **{name: {} for name in protocol.DIRECTIONS})
     monkeypatch.setattr(bench_layer.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(bench_layer, "why_not", lambda implementation: None)
+    monkeypatch.setattr(bench_layer, "_check_sizes", lambda *arguments: None)
     monkeypatch.setattr(bench_layer, "run_process", lambda *arguments: part)
     with pytest.raises(SystemExit, match="cuda failed"):
         bench_layer.main(["--contenders", "matmul,cuda"])
@@ -560,6 +561,7 @@ def test_a_failure_to_count_bytes_loses_no_times(tmp_path, monkeypatch, capsys):
     contender = rivals.CONTENDERS["cuda_mxfp8"]._replace(make=functools.partial(rivals.package_mxfp8, "host"))
     monkeypatch.setitem(rivals.CONTENDERS, "cuda_mxfp8", contender)
     monkeypatch.setattr(bench_layer, "_why_not", lambda name, shape, options: None)
+    monkeypatch.setattr(bench_layer, "_check_sizes", lambda *arguments: None)
     monkeypatch.setattr(protocol, "WARM_SECONDS", 0.01)
     monkeypatch.setattr(protocol, "MOST_SECONDS", 0.02)
     saved = []
