@@ -46,11 +46,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from memory import measure_growth, measure_peak, pulled_bytes
+from memory import dims_of, measure_growth, measure_peak, pulled_bytes
 from problem import check_agreement, make_calls, make_problem, reference, results_to_check
 from protocol import BOUNDS, DIRECTIONS, DTYPES, LIMIT, ROUTINGS, SHAPES, Shape, both_orders, skew_refusal, steady
 from report import draw, table
-from rivals import CONTENDERS, package, quantize, rows_of_room
+from rivals import CONTENDERS, quantize, rows_of_room
 
 import mok_jax
 from mok_jax import distributed
@@ -310,7 +310,8 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Shape, mok_j
         if not options.contenders:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in named.items())
             raise ValueError(f"none of --contenders can run here: {reasons or 'there is none'}")
-        _check_sizes(options.contenders, shape, config)
+        for implementation in {"host", "cuda"} & {name.split("_")[0] for name in options.contenders}:
+            dims_of(shape, config, implementation).plan()  # what the package says to the sizes, before there are arrays
         measures = jax.default_backend() == "cpu" and options.gpus == 1
         if options.memory and not measures:
             raise ValueError("--memory is of one CPU device; on a GPU the peak is measured anyway")
@@ -337,17 +338,6 @@ def _check_writable(flag: str, path: pathlib.Path | None) -> None:
         raise ValueError(f"{flag}: {path.parent} cannot be made: {error.strerror}") from error
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"{flag}: {path} cannot be written")
-
-
-def _check_sizes(names: list[str], shape: Shape, config: mok_jax.MoKConfig) -> None:
-    """What the package says to the sizes, before there are arrays of them."""
-    up, down = (shape.experts, shape.hidden, shape.intermediate), (shape.experts, shape.intermediate, shape.hidden)
-    sizes = [(shape.tokens, shape.hidden), up, up, down]
-    x, *weights = (jax.ShapeDtypeStruct(size, shape.dtype) for size in sizes)
-    ids, router_weights = (jax.ShapeDtypeStruct((shape.tokens, shape.top_k), dtype) for dtype in ("int32", "float32"))
-    for implementation in dict.fromkeys(name.split("_")[0] for name in names):
-        if implementation in IMPLEMENTATIONS:
-            jax.eval_shape(package(implementation, config), ids, x, router_weights, *weights)
 
 
 def _describe_shapes() -> str:

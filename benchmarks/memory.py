@@ -72,7 +72,7 @@ def formula_bytes(shape: Shape, config: mok_jax.MoKConfig, implementation: str =
 
     "ring" is the larger of the two calls' scratch: ring, return buffer, carry and counters.
     """
-    dims = _dims(shape, config, implementation)
+    dims = dims_of(shape, config, implementation)
     tokens, hidden, width, experts, top_k, _ = dataclasses.astuple(shape)
 
     def array(*sizes, dtype=dims.dtype):
@@ -105,7 +105,7 @@ def pulled_bytes(shape: Shape, config: mok_jax.MoKConfig, precision: str | None,
     so many virtual ranks."""
     config = dataclasses.replace(config, precision=precision, virtual_ranks=ranks)
     _, ids, arguments, d_y = make_problem("cuda", shape, config)
-    dims = _dims(shape, config, "cuda")
+    dims = dims_of(shape, config, "cuda")
     words = jax.device_get(jax.jit(functools.partial(_pulled_words, dims))(ids, arguments, d_y))
     return [sum(int(low) + (int(high) << 32) for low, high in of_ranks) for of_ranks in words]
 
@@ -130,7 +130,8 @@ def both_calls(dims: ops.Dims, ids, arguments, d_y):
     return y, d_x, forward, backward
 
 
-def _dims(shape: Shape, config: mok_jax.MoKConfig, implementation: str) -> ops.Dims:
+def dims_of(shape: Shape, config: mok_jax.MoKConfig, implementation: str) -> ops.Dims:
+    """The sizes of the layer on one rank, as "host" or "cuda" plans it."""
     gpu = None
     if implementation == "cuda":
         major, minor = jax.devices("cuda")[0].compute_capability.split(".")

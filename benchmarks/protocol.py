@@ -56,9 +56,15 @@ SHAPES = {
 }
 
 
+def _chosen_when_skewed(shape: Shape) -> np.ndarray:
+    """Whether an expert gets routes of the tokens' own choice: neither the idle ones do nor expert 1."""
+    experts = np.arange(shape.experts)
+    return (experts % 10 != 0) & (experts != 1)
+
+
 def skew_refusal(shape: Shape) -> str | None:
-    """Why `route` cannot skew, or None: idle experts and expert 1 get no routes of the tokens' own choice."""
-    left = sum(expert % 10 != 0 and expert != 1 for expert in range(shape.experts))
+    """Why `route` cannot skew, or None."""
+    left = _chosen_when_skewed(shape).sum()
     if left >= shape.top_k:
         return None
     return f"skewed routing needs more experts: top_k {shape.top_k}, but only {left} are left"
@@ -75,7 +81,7 @@ def route(shape: Shape, routing: str = "uniform", seed: int = 0) -> tuple[np.nda
     if routing == "skewed":
         if refusal := skew_refusal(shape):
             raise ValueError(refusal)
-        logits[:, ::10] = logits[:, 1] = -np.inf
+        logits[:, ~_chosen_when_skewed(shape)] = -np.inf
     ids = np.argpartition(-logits, shape.top_k - 1, axis=1)[:, : shape.top_k].astype(np.int32)
     scores = np.exp(logits)
     weights = np.take_along_axis(scores / scores.sum(axis=1, keepdims=True), ids, axis=1)

@@ -193,7 +193,7 @@ def test_a_failure_of_the_package_ends_with_its_name(monkeypatch):
     part = dict(agreement={}, left_out=dict(cuda="RuntimeError: no"), **{name: {} for name in protocol.DIRECTIONS})
     monkeypatch.setattr(bench_layer.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(bench_layer, "why_not", lambda implementation: None)
-    monkeypatch.setattr(bench_layer, "_check_sizes", lambda *arguments: None)
+    monkeypatch.setattr(bench_layer, "dims_of", lambda shape, config, _: memory.dims_of(shape, config, "host"))
     monkeypatch.setattr(bench_layer, "run_process", lambda *arguments: part)
     with pytest.raises(SystemExit, match="cuda failed"):
         bench_layer.main(["--contenders", "matmul,cuda"])
@@ -339,8 +339,8 @@ def test_formula_is_what_xla_plans(config):
 @pytest.mark.parametrize("precision", [None, "mxfp8"], ids=["bf16", "mxfp8"])
 def test_bytes_are_counted_in_a_program_without_the_weights_in_it(precision, monkeypatch):
     shape = protocol.Shape(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2, dtype="bfloat16")
-    dims = memory._dims
-    monkeypatch.setattr(memory, "_dims", lambda shape, config, implementation: dims(shape, config, "host"))
+    dims = memory.dims_of
+    monkeypatch.setattr(memory, "dims_of", lambda shape, config, implementation: dims(shape, config, "host"))
 
     def sizes(self, workspace, *_):  # "host" counts nothing
         # Careful: of the workspace, or nothing would be left of the calls.
@@ -370,7 +370,7 @@ def test_bytes_are_counted_in_a_program_without_the_weights_in_it(precision, mon
 def test_the_calls_whose_bytes_are_counted_are_the_layer():
     shape = dataclasses.replace(SMALL, dtype="bfloat16")
     _, ids, arguments, d_y = problem.make_problem("host", shape, CONFIG)
-    y, d_x, *_ = memory.both_calls(memory._dims(shape, CONFIG, "host"), ids, arguments, d_y)
+    y, d_x, *_ = memory.both_calls(memory.dims_of(shape, CONFIG, "host"), ids, arguments, d_y)
     calls = problem.make_calls(problem.make_problem("host", shape, CONFIG))
     np.testing.assert_array_equal([y, d_x], calls["forward+backward"]()[:2])
 
@@ -561,7 +561,7 @@ def test_a_failure_to_count_bytes_loses_no_times(tmp_path, monkeypatch, capsys):
     contender = rivals.CONTENDERS["cuda_mxfp8"]._replace(make=functools.partial(rivals.package_mxfp8, "host"))
     monkeypatch.setitem(rivals.CONTENDERS, "cuda_mxfp8", contender)
     monkeypatch.setattr(bench_layer, "_why_not", lambda name, shape, options: None)
-    monkeypatch.setattr(bench_layer, "_check_sizes", lambda *arguments: None)
+    monkeypatch.setattr(bench_layer, "dims_of", lambda shape, config, _: memory.dims_of(shape, config, "host"))
     monkeypatch.setattr(protocol, "WARM_SECONDS", 0.01)
     monkeypatch.setattr(protocol, "MOST_SECONDS", 0.02)
     saved = []

@@ -351,7 +351,7 @@ def test_an_odd_last_row_stands_beside_its_columns(columns):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_between_ranks_the_first_and_the_last_tiles_are_of_few_blocks(ranks, backward):
-    """Products begin when few rows have come, and when a forward pass's end few are left to push."""
+    """Products begin when few rows have come, and when those of a forward pass end few are left to push."""
     counts = [32, 17, 16, 0]  # blocks; two groups of 16 make a run of 32
     sizes = dict(tokens=65 * TILE, top_k=1, experts=4, hidden=24, intermediate=24)
     dims = make_dims(**sizes, ranks=ranks, row_tile=TILE, minibatch=80 * TILE, macrobatch=80 * TILE)
