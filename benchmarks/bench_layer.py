@@ -17,8 +17,9 @@ rivals, torch rivals and XLA's ragged_dot each in a process of their own, beside
 limit; memory is the device's peak in one forward+backward against the README's formula.
 
 With --gpus the mesh has one axis, of experts, every rank has a layer of the shape (so the work of a GPU stays), and
-rates are of one GPU. "matmul" runs on all at once, "cuda_alone" is "cuda" on one of them; rivals exchange rows through
-NCCL. The reference is compared with on the first tokens of each rank, 1024 in all.
+rates are of one GPU. "matmul" runs on all at once, as does "cuda_alone", in which each has the layer to itself; all
+rows of "cuda_remote" leave their rank; rivals exchange rows through NCCL. The reference is compared with on the first
+tokens of each rank, 1024 in all.
 """
 
 import argparse
@@ -48,7 +49,7 @@ import numpy as np
 from jax.sharding import Mesh
 from memory import dims_of, measure_growth, measure_peak, pulled_bytes
 from problem import check_agreement, make_calls, make_problem, reference, results_to_check
-from protocol import BOUNDS, DIRECTIONS, DTYPES, LIMIT, ROUTINGS, SHAPES, Shape, both_orders, skew_refusal, steady
+from protocol import BOUNDS, DIRECTIONS, DTYPES, LIMIT, ROUTINGS, SHAPES, Shape, both_orders, route_refusal, steady
 from report import draw, table
 from rivals import CONTENDERS, quantize, rows_of_room
 
@@ -59,7 +60,7 @@ from mok_jax.moe import IMPLEMENTATIONS, why_not
 DEFAULT = Shape(2048, 512, 1024, 16, 2, "float32")
 ON_CPU = "matmul,cuda,host,xla,ragged_dot,dense"
 ON_GPU = "matmul,cuda,cuda_mxfp8,cuda_skewed,pallas_mgpu,tokamax,torch_tuned,torch_compile,ragged_dot"
-ON_GPUS = "matmul,cuda,cuda_alone,cuda_mxfp8,cuda_skewed,nccl_dense,nccl_ragged,xla"
+ON_GPUS = "matmul,cuda,cuda_alone,cuda_mxfp8,cuda_skewed,cuda_remote,nccl_dense,nccl_ragged,xla"
 GROWING = "host,ragged_dot"
 CONFIG = ("row_tile", "minibatch", "macrobatch", "num_threads")
 # On a GPU: the process that measures a contender, and the seconds after which it is ended.
@@ -217,7 +218,7 @@ def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, rout
             if name == "cuda" and mesh is None:
                 report["peak"] = measure_peak(shape, config, passes[DIRECTIONS[1]])
             if name != LIMIT:
-                asked = contender.routing or routing, contender.precision, None if contender.alone else mesh
+                asked = contender.routing or routing, contender.precision, mesh, contender.alone
                 if wanted[0] != asked:
                     wanted = asked, reference(shape, config, *asked)
                 results = results_to_check(shape, passes[DIRECTIONS[1]])
@@ -280,7 +281,8 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Shape, mok_j
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks of an expert axis, a layer on each")
     text = f"those that run, and their order; default on a CPU: {ON_CPU}; GPU: {ON_GPU}; several: {ON_GPUS}"
     parser.add_argument("--contenders", help=text)
-    parser.add_argument("--routing", choices=ROUTINGS, default="uniform", help="of all contenders but cuda_skewed")
+    text = "of all contenders but cuda_skewed and cuda_remote"
+    parser.add_argument("--routing", choices=ROUTINGS, default="uniform", help=text)
     parser.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="CPU: rounds, A..Z and Z..A in each; default 3"
     )
@@ -357,11 +359,11 @@ def _names(flag: str, text: str, shape: Shape, options: argparse.Namespace) -> d
 def _why_not(name: str, shape: Shape, options: argparse.Namespace) -> str | None:
     if options.gpus > 1 and not (name in CONTENDERS and CONTENDERS[name].several):
         return "it runs on one GPU; nccl_dense and nccl_ragged are for several"
-    if options.gpus == 1 and (name.startswith("nccl_") or CONTENDERS.get(name, CONTENDERS[LIMIT]).alone):
+    contender = CONTENDERS.get(name, CONTENDERS[LIMIT])
+    if options.gpus == 1 and (name.startswith("nccl_") or contender.alone or contender.routing == "remote"):
         return "it needs --gpus 2 or more"
-    routing = (name in CONTENDERS and CONTENDERS[name].routing) or options.routing
-    whole = dataclasses.replace(shape, experts=options.gpus * shape.experts)
-    if name != LIMIT and routing == "skewed" and (refusal := skew_refusal(whole)):
+    whole = dataclasses.replace(shape, tokens=options.gpus * shape.tokens, experts=options.gpus * shape.experts)
+    if name != LIMIT and (refusal := route_refusal(whole, contender.routing or options.routing, options.gpus)):
         return refusal
     if name.startswith("nccl_") and options.routing != "uniform":
         return "it has room for uniform routing only"

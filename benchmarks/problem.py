@@ -46,7 +46,7 @@ def _normal(key, sizes, scale, dtype, mesh=None):
     return on_each(mesh, rows)(jax.random.split(key, sizes[0]))
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=1)
 def _tensors(shape: Shape, mesh: Mesh | None) -> list[jax.Array]:
     """x, dy, gate, up and down, the same ones for every contender: N(0, 1) tokens, 1/sqrt(fan-in) weights."""
     tokens, experts = ranks_of(mesh) * shape.tokens, ranks_of(mesh) * shape.experts
@@ -57,7 +57,7 @@ def _tensors(shape: Shape, mesh: Mesh | None) -> list[jax.Array]:
     return [_normal(*each, shape.dtype, mesh) for each in zip(keys, sizes, scales, strict=True)]
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=1)
 def _gate_up(shape: Shape, mesh: Mesh | None) -> jax.Array:
     return jnp.concatenate(_tensors(shape, mesh)[2:4], axis=2)
 
@@ -66,13 +66,14 @@ def make_problem(
     name: str, shape: Shape, config: mok_jax.MoKConfig, routing: str = "uniform", mesh: Mesh | None = None
 ) -> Problem:
     """The contender on the random layer that all of them get; over a mesh each rank has one of the shape."""
-    contender = CONTENDERS[name]
-    mesh = None if contender.alone else mesh
+    contender, devices = CONTENDERS[name], ranks_of(mesh)
     function = contender.make(config, mesh)
     if name == LIMIT:
-        return Problem(function, spread(jnp.zeros(ranks_of(mesh)), mesh), *_limit(shape, mesh))
-    whole = dataclasses.replace(shape, tokens=ranks_of(mesh) * shape.tokens, experts=ranks_of(mesh) * shape.experts)
-    ids, router_weights = (spread(jnp.asarray(a), mesh) for a in route(whole, contender.routing or routing))
+        return Problem(function, spread(jnp.zeros(devices), mesh), *_limit(shape, mesh))
+    ranks = 1 if contender.alone else devices
+    whole = dataclasses.replace(shape, tokens=ranks * shape.tokens, experts=ranks * shape.experts)
+    routes = route(whole, contender.routing or routing, ranks)
+    ids, router_weights = (spread(jnp.concatenate([a] * (devices // ranks)), mesh) for a in routes)
     x, d_y, gate, up, down = _tensors(shape, mesh)
     weights = (_gate_up(shape, mesh), down) if contender.gate_up else (gate, up, down)
     fixed = ids if contender.precision is None else (ids, quantize(weights))
@@ -127,9 +128,9 @@ def checked_tokens(shape: Shape, ranks: int = 1) -> int:
 
 
 @functools.lru_cache(maxsize=1)
-def _reference(config: mok_jax.MoKConfig, mesh: Mesh | None):
-    """Compiled once, for both routings."""
-    return jax.jit(_both(CONTENDERS["reference"].make(config, mesh)))
+def _reference(name: str, config: mok_jax.MoKConfig, mesh: Mesh | None):
+    """Compiled once, for all routings."""
+    return jax.jit(_both(CONTENDERS[name].make(config, mesh)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -144,13 +145,15 @@ def reference(
     routing: str,
     precision: str | None = None,
     mesh: Mesh | None = None,
+    alone: bool = False,
 ) -> tuple[jax.Array, ...]:
     """y and all gradients of the package's reference for the first of each rank's tokens."""
     config, ranks = dataclasses.replace(config, precision=precision), ranks_of(mesh)
-    _, ids, (x, router_weights, *weights), d_y = make_problem("reference", shape, config, routing, mesh)
+    name = "reference_alone" if alone else "reference"
+    _, ids, (x, router_weights, *weights), d_y = make_problem(name, shape, config, routing, mesh)
     few = checked_tokens(shape, ranks)
     ids, x, router_weights, d_y = (spread(_firsts(a, ranks, few), mesh) for a in (ids, x, router_weights, d_y))
-    return _reference(config, mesh)(ids, (x, router_weights, *weights), d_y)
+    return _reference(name, config, mesh)(ids, (x, router_weights, *weights), d_y)
 
 
 def results_to_check(shape: Shape, call: functools.partial) -> list[jax.Array]:

@@ -22,7 +22,7 @@ LIMIT = "matmul"
 BOUNDS = {"float32": 2e-5, "bfloat16": 4e-2, "mxfp8": 1e-1}
 DTYPES = ("float32", "bfloat16")
 CHECKED_TOKENS = 1024  # on a GPU: the reference would take minutes and all memory for all of them
-ROUTINGS = ("uniform", "skewed")
+ROUTINGS = ("uniform", "skewed")  # that can be asked for; "remote" needs several ranks
 
 WARM_SECONDS, BATCH_SECONDS, SAMPLES, MOST_SECONDS = 0.5, 0.02, 16, 1.5
 
@@ -56,32 +56,36 @@ SHAPES = {
 }
 
 
-def _chosen_when_skewed(shape: Shape) -> np.ndarray:
-    """Whether an expert gets routes of the tokens' own choice: neither the idle ones do nor expert 1."""
+def _choosable(shape: Shape, routing: str, ranks: int) -> np.ndarray:
+    """Whether tokens may choose an expert: bool [tokens, experts], or [1, experts] where it is the same for all."""
     experts = np.arange(shape.experts)
-    return (experts % 10 != 0) & (experts != 1)
+    if routing == "skewed":
+        return ((experts % 10 != 0) & (experts != 1))[None]
+    if routing == "remote":
+        return (np.arange(shape.tokens) * ranks // shape.tokens)[:, None] != experts * ranks // shape.experts
+    return np.ones((1, shape.experts), bool)
 
 
-def skew_refusal(shape: Shape) -> str | None:
-    """Why `route` cannot skew, or None."""
-    left = _chosen_when_skewed(shape).sum()
+def route_refusal(shape: Shape, routing: str, ranks: int = 1) -> str | None:
+    """Why `route` cannot do that, or None."""
+    left = _choosable(shape, routing, ranks).sum(axis=1).min()
     if left >= shape.top_k:
         return None
-    return f"skewed routing needs more experts: top_k {shape.top_k}, but only {left} are left"
+    return f"{routing} routing needs more experts: top_k {shape.top_k}, but only {left} are left"
 
 
-def route(shape: Shape, routing: str = "uniform", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def route(shape: Shape, routing: str = "uniform", ranks: int = 1, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Softmax top-k of normal logits: expert ids int32 and weights float32, both [tokens, top_k].
 
     "skewed": every tenth expert is idle, and a quarter of all routes, drawn at random, goes to expert 1. A token
     may then name that expert in several slots: with top_k 8 no distinct choice gives it a quarter of the rows.
+    "remote": all routes leave their rank, more than leave it of uniform routing over any number of ranks.
     """
+    if refusal := route_refusal(shape, routing, ranks):
+        raise ValueError(refusal)
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal((shape.tokens, shape.experts), np.float32)
-    if routing == "skewed":
-        if refusal := skew_refusal(shape):
-            raise ValueError(refusal)
-        logits[:, ~_chosen_when_skewed(shape)] = -np.inf
+    logits = np.where(_choosable(shape, routing, ranks), logits, -np.inf)
     ids = np.argpartition(-logits, shape.top_k - 1, axis=1)[:, : shape.top_k].astype(np.int32)
     scores = np.exp(logits)
     weights = np.take_along_axis(scores / scores.sum(axis=1, keepdims=True), ids, axis=1)

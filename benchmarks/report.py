@@ -96,9 +96,11 @@ def _rates(report: dict[str, Any]) -> list[str]:
     if "cuda_mxfp8" in report[DIRECTIONS[0]] and "cuda" in report[DIRECTIONS[0]]:
         speeds = [report[d]["cuda"]["median_ms"] / report[d]["cuda_mxfp8"]["median_ms"] for d in DIRECTIONS]
         lines.append(f"MXFP8 has {speeds[0]:.1%} of cuda's speed forward, {speeds[1]:.1%} forward+backward")
-    if "cuda_skewed" in report[DIRECTIONS[0]] and "cuda" in report[DIRECTIONS[0]]:
-        costs = [report[d]["cuda_skewed"]["median_ms"] / report[d]["cuda"]["median_ms"] for d in DIRECTIONS]
-        lines.append(f"skewed routing costs cuda {costs[0] - 1:+.1%} forward, {costs[1] - 1:+.1%} forward+backward")
+    for routing in ("skewed", "remote"):
+        name = f"cuda_{routing}"
+        if name in report[DIRECTIONS[0]] and "cuda" in report[DIRECTIONS[0]]:
+            costs = [report[d][name]["median_ms"] / report[d]["cuda"]["median_ms"] - 1 for d in DIRECTIONS]
+            lines.append(f"{routing} routing costs cuda {costs[0]:+.1%} forward, {costs[1]:+.1%} forward+backward")
     return lines
 
 

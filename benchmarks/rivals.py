@@ -331,7 +331,8 @@ class Contender(NamedTuple):
     asked for.
 
     precision: MoKConfig's, of the layer and of the reference that it must agree with. several: it runs over several
-    GPUs. alone: there on one of them.
+    GPUs. alone: there each of them has the layer to itself, all at once: what the exchange is measured against. (One of
+    them while the others rest would not do: what follows meets the power limiter's overshoot, see protocol.py.)
     """
 
     make: Callable[[mok_jax.MoKConfig, Mesh | None], Callable[..., Any]]
@@ -344,8 +345,14 @@ class Contender(NamedTuple):
 
 
 def _of_package(implementation: str, **options) -> Contender:
-    make = package_mxfp8 if "precision" in options else package
-    return Contender(functools.partial(make, implementation), of_package=True, several=True, **options)
+    make = functools.partial(package_mxfp8 if "precision" in options else package, implementation)
+    if "alone" not in options:
+        return Contender(make, of_package=True, several=True, **options)
+
+    def alone(config: mok_jax.MoKConfig, mesh: Mesh) -> Callable[..., Any]:
+        return on_each(Mesh(mesh.devices, ("data",)), make(config))  # without an axis of experts
+
+    return Contender(alone, of_package=True, several=True, **options)
 
 
 def _over_nccl(exchange: Callable[[Array, int], Exchange]) -> Contender:
@@ -360,6 +367,7 @@ CONTENDERS = {
     "cuda": _of_package("cuda"),
     "cuda_alone": _of_package("cuda", alone=True),
     "cuda_skewed": _of_package("cuda", routing="skewed"),
+    "cuda_remote": _of_package("cuda", routing="remote"),
     "cuda_mxfp8": _of_package("cuda", precision="mxfp8"),
     "host": _of_package("host"),
     "host_alone": _of_package("host", alone=True),
@@ -371,4 +379,5 @@ CONTENDERS = {
     "ragged_dot": Contender(lambda config, mesh: ragged_dot_layer),
     "dense": Contender(lambda config, mesh: dense_layer),
     "reference": _of_package("reference"),
+    "reference_alone": _of_package("reference", alone=True),
 }

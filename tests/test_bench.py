@@ -70,6 +70,7 @@ def test_dense_is_left_out_where_it_does_too_much():
         (["--gpus", "9"], "--gpus must be at most the 8 devices here, got 9"),
         (["--contenders", ","], "none of --contenders can run here: there is none"),
         (["--contenders", "host_alone, nccl_dense"], "host_alone: it needs --gpus 2 or more; nccl_dense: it needs"),
+        (["--contenders", "cuda_remote"], "cuda_remote: it needs --gpus 2 or more"),
         (["--contenders", "torch_tuned", "--gpus", "2"], "torch_tuned: it runs on one GPU"),
         (["--memory", "host", "--gpus", "2"], "--memory is of one CPU device"),
         (["--memory", "host,torch_tuned"], "--memory: torch_tuned: it needs a GPU"),
@@ -120,9 +121,19 @@ def test_skewed_routing_is_what_the_name_promises(name):
     assert others.max() < 1.3 * others.mean()
 
 
-def test_skewed_routing_refuses_too_few_experts():
-    with pytest.raises(ValueError, match="needs more experts: top_k 4, but only 2 are left"):
-        protocol.route(protocol.Shape(8, 8, 8, 4, 4, "float32"), "skewed")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_remote_routing_leaves_the_rank(ranks):
+    ids, weights = protocol.route(SMALL, "remote", ranks)
+    tokens, experts = SMALL.tokens // ranks, SMALL.experts // ranks
+    assert (ids // experts != np.arange(SMALL.tokens)[:, None] // tokens).all()
+    assert len(np.unique(ids)) == SMALL.experts
+    assert ((weights > 0) & (weights.sum(axis=1, keepdims=True) <= 1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize(("routing", "ranks"), [("skewed", 1), ("remote", 2)])
+def test_routing_refuses_too_few_experts(routing, ranks):
+    with pytest.raises(ValueError, match=f"{routing} routing needs more experts: top_k 4, but only 2 are left"):
+        protocol.route(protocol.Shape(8, 8, 8, 4, 4, "float32"), routing, ranks)
 
 
 # ---- the protocol, on a device whose clock is a variable ----
@@ -283,6 +294,7 @@ def careless_products():
         ("nccl_dense", "skewed"),
         ("nccl_ragged", "skewed"),
         ("xla", "skewed"),
+        ("xla", "remote"),
         ("host_alone", "uniform"),
     ],
 )
@@ -293,9 +305,20 @@ def test_layers_over_a_mesh_agree(name, routing, monkeypatch):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("expert",))
     calls = problem.make_calls(problem.make_problem(name, SMALL, CONFIG, routing, mesh))
     results = problem.results_to_check(SMALL, calls["forward+backward"])
-    assert results[3].shape == (12 if name == "host_alone" else 48, 64, 40)
-    wanted = problem.reference(SMALL, CONFIG, routing, mesh=None if name == "host_alone" else mesh)
+    assert results[3].shape == (48, 64, 40)
+    wanted = problem.reference(SMALL, CONFIG, routing, mesh=mesh, alone=name == "host_alone")
     assert list(problem.check_agreement(name, SMALL, results, wanted)) == list(protocol.TENSORS)
+
+
+def test_alone_every_device_has_a_layer_to_itself():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("expert",))
+    passes = [
+        problem.make_calls(problem.make_problem(*args))
+        for args in (("host_alone", SMALL, CONFIG, "uniform", mesh), ("host", SMALL, CONFIG))
+    ]
+    alone, one = (calls["forward"]() for calls in passes)
+    assert len(alone) == 4 * SMALL.tokens
+    np.testing.assert_array_equal(alone[: SMALL.tokens], one)
 
 
 def test_the_numbers_do_not_depend_on_the_mesh():
@@ -494,6 +517,7 @@ def test_table_of_a_gpu():
 def test_table_of_several_gpus():
     times = {
         "cuda": (10.0, 30.0),
+        "cuda_remote": (10.5, 33.0),
         "cuda_alone": (9.5, 27.0),
         "nccl_dense": (24.0, 66.0),
         "nccl_ragged": (25.0, 65.0),
@@ -512,6 +536,7 @@ def test_table_of_several_gpus():
     }
     lines = table(report).splitlines()
     assert lines[0].endswith("float32, uniform routing; on each of 2 ranks; NVIDIA H200, jax 0.11.2, 2026-11-29")
+    assert lines[-3] == "remote routing costs cuda +5.0% forward, +10.0% forward+backward"
     assert lines[-2] == "R = 2 has 95.0% of one GPU's TFLOP/s a GPU forward, 90.0% forward+backward"
     assert lines[-1] == (
         "times the speed of the best layer over NCCL: 2.40 forward (nccl_dense), 2.17 forward+backward (nccl_ragged), "
