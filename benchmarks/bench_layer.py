@@ -48,8 +48,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from memory import dims_of, measure_growth, measure_peak, pulled_bytes
-from problem import check_agreement, make_calls, make_problem, reference, results_to_check
-from protocol import BOUNDS, DIRECTIONS, DTYPES, LIMIT, ROUTINGS, SHAPES, Shape, both_orders, route_refusal, steady
+from problem import check_agreement, make_calls, make_problem, ranks_of, reference, results_to_check
+from protocol import (
+    BOUNDS,
+    DIRECTIONS,
+    DTYPES,
+    LIMIT,
+    ROUTINGS,
+    SHAPES,
+    Shape,
+    both_orders,
+    busiest,
+    route_refusal,
+    steady,
+)
 from report import draw, table
 from rivals import CONTENDERS, quantize, rows_of_room
 
@@ -157,7 +169,7 @@ def merge(report: dict[str, Any], process: str, part: dict[str, Any]) -> None:
     """Adds what a process measured; its limit under a name of its own."""
     for key in ("agreement", "left_out"):
         report[key] |= {name: value for name, value in part[key].items() if name != LIMIT}
-    for key in ("peak", "mxfp8"):
+    for key in ("peak", "mxfp8", "busiest"):
         report[key] = part.get(key) or report[key]
     for direction in DIRECTIONS:
         for name, point in part[direction].items():
@@ -214,7 +226,10 @@ def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, rout
     for name in by_reference(names):
         contender = CONTENDERS[name]
         try:
-            passes = make_calls(make_problem(name, shape, config, routing, mesh))
+            problem = make_problem(name, shape, config, routing, mesh)
+            passes = make_calls(problem)
+            if contender.routing == "skewed":
+                report["busiest"] = busiest(np.asarray(problem.ids), len(problem.arguments[2]), ranks_of(mesh))
             if name == "cuda" and mesh is None:
                 report["peak"] = measure_peak(shape, config, passes[DIRECTIONS[1]])
             if name != LIMIT:
@@ -411,6 +426,7 @@ def main(arguments: list[str] | None = None) -> None:
         "memory": measure_growth(options.memory, shape, config),
         "peak": None,
         "mxfp8": None,
+        "busiest": None,
         **{direction: {} for direction in DIRECTIONS},
     }
     if jax.default_backend() == "cpu" or options.process:

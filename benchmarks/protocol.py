@@ -94,6 +94,11 @@ def route(shape: Shape, routing: str = "uniform", ranks: int = 1, seed: int = 0)
     return ids, weights
 
 
+def busiest(ids: np.ndarray, experts: int, ranks: int) -> float:
+    """Rows of the rank that has the most, by the mean over ranks. experts: of all ranks."""
+    return float(np.bincount(ids.reshape(-1) * ranks // experts, minlength=ranks).max() * ranks / ids.size)
+
+
 # ---- time ----
 
 

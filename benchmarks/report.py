@@ -100,7 +100,10 @@ def _rates(report: dict[str, Any]) -> list[str]:
         name = f"cuda_{routing}"
         if name in report[DIRECTIONS[0]] and "cuda" in report[DIRECTIONS[0]]:
             costs = [report[d][name]["median_ms"] / report[d]["cuda"]["median_ms"] - 1 for d in DIRECTIONS]
-            lines.append(f"{routing} routing costs cuda {costs[0]:+.1%} forward, {costs[1]:+.1%} forward+backward")
+            line = f"{routing} routing costs cuda {costs[0]:+.1%} forward, {costs[1]:+.1%} forward+backward"
+            if routing == "skewed" and report["gpus"] > 1:
+                line += f"; the busiest rank has {report['busiest']:.2f} times the mean's rows"
+            lines.append(line)
     return lines
 
 

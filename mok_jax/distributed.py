@@ -192,14 +192,14 @@ def finalize() -> None:
             _give_back(ops.cuda(), _tables[0])
 
 
-def _give_back(module, table: Table) -> None:
+def _give_back(module, table: Table, timeout: float = 120.0) -> None:
     for ordinal, _ in (*table.arenas, *table.imported):
         module.synchronize(ordinal)
-    _meet(f"{table.key}/quiet", table.processes)  # nobody writes into what is freed next
+    _meet(f"{table.key}/quiet", table.processes, timeout)  # nobody writes into what is freed next
     module.remove_table(table.id)
     for ordinal, address in table.imported:
         module.arena_close(table.way, ordinal, address)
-    _meet(f"{table.key}/closed", table.processes)
+    _meet(f"{table.key}/closed", table.processes, timeout)
     for ordinal, address in table.arenas:
         module.arena_free(table.way, ordinal, address)
     _tables.remove(table)
@@ -276,7 +276,7 @@ def _build(module, mesh: Mesh, groups: np.ndarray, expert_axis: str, size: int, 
             )
         if there.bytes >= size:
             return there
-        _give_back(module, there)
+        _give_back(module, there, timeout)
         way = there.way
     processes = tuple(sorted({device.process_index for device in groups.flat}))
     refused: list[tuple[str, str]] = []
@@ -550,9 +550,16 @@ def _exchange(key: str, value: Any, processes: tuple[int, ...], timeout: float) 
     return found
 
 
-def _meet(key: str, processes: tuple[int, ...], timeout: float = 120.0) -> None:
-    if len(processes) > 1:
+def _meet(key: str, processes: tuple[int, ...], timeout: float) -> None:
+    if len(processes) == 1:
+        return
+    try:
         _client().wait_at_barrier(key, int(timeout * 1000), list(processes))
+    except Exception as error:  # jaxlib raises several types
+        raise RuntimeError(
+            f"mok_jax.distributed: not all of the processes {list(processes)} came within {timeout:g} s to give their "
+            "arenas back; every process of the mesh must call finalize, and initialize with the same sizes, alike"
+        ) from error
 
 
 # ---- what a rank has to say while nobody calls ----

@@ -121,6 +121,15 @@ def test_skewed_routing_is_what_the_name_promises(name):
     assert others.max() < 1.3 * others.mean()
 
 
+def test_the_busiest_rank():
+    assert protocol.busiest(np.array([[0, 1], [0, 2]]), 4, 1) == 1
+    assert protocol.busiest(np.array([[0, 1], [0, 2]]), 4, 2) == 1.5
+    assert protocol.busiest(np.array([[5, 4]]), 6, 3) == 3
+    # S1 over two: expert 1 with a quarter of the rows beside 27 of the 56 others that are not idle.
+    ids, _ = protocol.route(dataclasses.replace(protocol.SHAPES["S1"], tokens=2048, experts=64), "skewed", 2)
+    assert protocol.busiest(ids, 64, 2) == pytest.approx(2 * (1 / 4 + 3 / 4 * 27 / 56), abs=0.02)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_remote_routing_leaves_the_rank(ranks):
     ids, weights = protocol.route(SMALL, "remote", ranks)
@@ -469,7 +478,8 @@ def test_why_says_which_memory_there_was_not():
 
 
 def test_shares_are_of_the_limit_of_the_same_process():
-    merged = {"agreement": {}, "left_out": {}, "peak": None, "mxfp8": None, "forward": {}, "forward+backward": {}}
+    merged = {"agreement": {}, "left_out": {}, "forward": {}, "forward+backward": {}}
+    merged |= dict.fromkeys(("peak", "mxfp8", "busiest"))
     for process, name, limit in (("torch", "torch_tuned", 2.0), ("jax", "cuda", 3.0)):
         times = {"matmul": {"median_ms": limit}, name: {"median_ms": 4.0}}
         part = {"agreement": {}, "left_out": {}} | {
@@ -517,6 +527,7 @@ def test_table_of_a_gpu():
 def test_table_of_several_gpus():
     times = {
         "cuda": (10.0, 30.0),
+        "cuda_skewed": (12.0, 36.0),
         "cuda_remote": (10.5, 33.0),
         "cuda_alone": (9.5, 27.0),
         "nccl_dense": (24.0, 66.0),
@@ -528,7 +539,7 @@ def test_table_of_several_gpus():
         "gpus": 2,
         "machine": {"platform": "gpu", "device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-29"},
         "routing": "uniform",
-        **dict(memory={}, mxfp8=None, peak=None, left_out={}),
+        **dict(memory={}, mxfp8=None, peak=None, left_out={}, busiest=1.226),
         **{
             direction: {name: {"median_ms": ms[i], "tflops": 500.0} for name, ms in times.items()}
             for i, direction in enumerate(protocol.DIRECTIONS)
@@ -536,6 +547,10 @@ def test_table_of_several_gpus():
     }
     lines = table(report).splitlines()
     assert lines[0].endswith("float32, uniform routing; on each of 2 ranks; NVIDIA H200, jax 0.11.2, 2026-11-29")
+    assert lines[-4] == (
+        "skewed routing costs cuda +20.0% forward, +20.0% forward+backward; "
+        "the busiest rank has 1.23 times the mean's rows"
+    )
     assert lines[-3] == "remote routing costs cuda +5.0% forward, +10.0% forward+backward"
     assert lines[-2] == "R = 2 has 95.0% of one GPU's TFLOP/s a GPU forward, 90.0% forward+backward"
     assert lines[-1] == (

@@ -237,7 +237,7 @@ def processes(monkeypatch, shape, axes, count, shared=None, first=0, way=None, t
 
     Returns their results or errors, and memories.
     """
-    each = np.prod(shape) // count
+    each = int(np.prod(shape)) // count
     devices = [
         types.SimpleNamespace(id=i, process_index=first + i // each, local_hardware_id=i % each)
         for i in range(np.prod(shape))
@@ -296,6 +296,20 @@ def test_processes_that_ask_for_arenas_of_different_sizes(monkeypatch):
     text = "the processes ask for arenas of [4096, 8192] bytes; every process of the mesh must call it alike"
     assert errors == [f'distributed.initialize: ipc: {text}; use implementation="xla" over these devices'] * 2
     assert not any(memory.tables or memory.freed for memory in memories)
+
+
+def test_larger_arenas_that_one_process_alone_asks_for(monkeypatch):
+    small, memories = processes(monkeypatch, (4,), ("expert",), 2)
+    distributed._tables.append(small[0])
+    monkeypatch.setitem(globals(), "Memory", lambda process, shared: memories[process])
+    results, _ = processes(monkeypatch, (4,), ("expert",), 2, size=(4096, 8192), timeout=0.3)
+    assert results == [
+        small[0],
+        "mok_jax.distributed: not all of the processes [0, 1] came within 0.3 s to give their arenas back; "
+        "every process of the mesh must call finalize, and initialize with the same sizes, alike",
+    ]
+    assert distributed._tables == [small[0]]
+    assert all(memory.tables and not memory.freed for memory in memories)
 
 
 def test_processes_outside_the_mesh_are_not_waited_for(monkeypatch):
