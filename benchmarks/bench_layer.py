@@ -3,7 +3,7 @@
     python benchmarks/bench_layer.py                                   # the default shape, a few minutes on two cores
     python benchmarks/bench_layer.py --tokens 512 --dtype bfloat16 --contenders host,ragged_dot
     python benchmarks/bench_layer.py --json out/layer.json --png out/layer.png
-    python benchmarks/bench_layer.py --shape S1                        # on a GPU, about three minutes
+    python benchmarks/bench_layer.py --shape S1                        # on a GPU, some minutes
     python benchmarks/bench_layer.py --shape S1 --gpus 2               # expert-parallel, the shape on each of them
     python benchmarks/bench_layer.py --help
 

@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16")
 CHECKED_TOKENS = 1024  # on a GPU: the reference would take minutes and all memory for all of them
 ROUTINGS = ("uniform", "skewed")  # that can be asked for; "remote" needs several ranks
 
-WARM_SECONDS, BATCH_SECONDS, SAMPLES, MOST_SECONDS = 0.5, 0.02, 16, 1.5
+WARM_SECONDS, BATCH_SECONDS, SAMPLE_SECONDS, FEWEST_SAMPLES = 0.5, 0.02, 2.0, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +103,12 @@ def busiest(ids: np.ndarray, experts: int, ranks: int) -> float:
 
 
 def steady(queue: Callable[[int], Any], wait: Callable[[Any], Any], clock: Callable[[], float] = time.perf_counter):
-    """Milliseconds a call at steady power: 16 samples of batches of at least 20 ms, after 0.5 s of the same.
+    """Milliseconds a call at steady power: samples of batches of at least 20 ms for 2 s, after 0.5 s of the same.
 
-    A GPU throttles within a tenth of a second of work, so cold figures flatter. The next batch is queued before
-    the host waits for the present one: between the first warm call and the last sample the GPU is never idle,
-    and a sample is the time from the end of one batch to the end of the next. A call so slow that this would
-    take more than 1.5 s gets fewer samples, at least three.
+    A GPU throttles within a tenth of a second of work, so cold figures flatter, and its power limiter swings once a
+    second, by 2 % to either side (two H200s): 2 s are two swings. The next batch is queued before the host waits for
+    the present one: between the first warm call and the last sample the GPU is never idle, and a sample is the time
+    from the end of one batch to the end of the next. At least three, however slow the call.
 
     Args:
       queue: queues so many calls, already compiled, and returns something to wait for.
@@ -119,9 +119,8 @@ def steady(queue: Callable[[int], Any], wait: Callable[[Any], Any], clock: Calla
     wait(queue(1))
     once = max(clock() - began, 1e-6)
     calls = math.ceil(BATCH_SECONDS / once)
-    samples = min(SAMPLES, max(3, int(MOST_SECONDS / (calls * once))))
     pending, ends = queue(math.ceil(WARM_SECONDS / once)), []
-    for _ in range(samples):
+    while len(ends) < FEWEST_SAMPLES or ends[-1] - ends[0] < SAMPLE_SECONDS:
         following = queue(calls)
         wait(pending)
         ends.append(clock())

@@ -5,8 +5,10 @@ import functools
 import io
 import itertools
 import json
+import math
 import pathlib
 import re
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -173,7 +175,7 @@ class Device:
 
 @pytest.mark.parametrize(
     ("milliseconds", "samples", "batch"),
-    [(3, 16, 7), (25, 16, 1), (240, 6, 1), (2000, 3, 1)],
+    [(3, 97, 7), (26, 78, 1), (240, 10, 1), (2000, 3, 1)],
     ids=["fast", "medium", "slow", "slowest"],
 )
 def test_steady_samples(milliseconds, samples, batch):
@@ -191,7 +193,12 @@ def test_steady_leaves_the_device_no_pause():
 
 def test_steady_does_not_see_the_cold_calls():
     device = Device(lambda call: 2 if device.busy_until < 0.1 else 3)
-    assert device.steady() == pytest.approx([3] * 16)
+    assert device.steady() == pytest.approx([3] * 68)
+
+
+def test_steady_samples_two_swings_of_the_power_limiter():
+    device = Device(lambda call: 25 + math.sin(2 * math.pi * device.busy_until))
+    assert statistics.median(device.steady()) == pytest.approx(25, abs=0.1)
 
 
 def test_both_orders_average_the_medians():
@@ -603,7 +610,7 @@ def test_a_failure_to_count_bytes_loses_no_times(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_layer, "_why_not", lambda name, shape, options: None)
     monkeypatch.setattr(bench_layer, "dims_of", lambda shape, config, _: memory.dims_of(shape, config, "host"))
     monkeypatch.setattr(protocol, "WARM_SECONDS", 0.01)
-    monkeypatch.setattr(protocol, "MOST_SECONDS", 0.02)
+    monkeypatch.setattr(protocol, "SAMPLE_SECONDS", 0.02)
     saved = []
     pulled_bytes = bench_layer.pulled_bytes
     file = tmp_path / "report.json"
