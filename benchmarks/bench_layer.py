@@ -225,15 +225,16 @@ def prepare(report: dict[str, Any], names: list[str], shape: Shape, config, rout
     wanted: tuple[Any, Any] = (None, None)
     for name in by_reference(names):
         contender = CONTENDERS[name]
+        asked_routing = contender.routing or routing
         try:
             problem = make_problem(name, shape, config, routing, mesh)
             passes = make_calls(problem)
-            if contender.routing == "skewed":
+            if asked_routing == "skewed" and name in ("cuda", "cuda_skewed"):
                 report["busiest"] = busiest(np.asarray(problem.ids), len(problem.arguments[2]), ranks_of(mesh))
             if name == "cuda" and mesh is None:
                 report["peak"] = measure_peak(shape, config, passes[DIRECTIONS[1]])
             if name != LIMIT:
-                asked = contender.routing or routing, contender.precision, mesh, contender.alone
+                asked = asked_routing, contender.precision, mesh, contender.alone
                 if wanted[0] != asked:
                     wanted = asked, reference(shape, config, *asked)
                 results = results_to_check(shape, passes[DIRECTIONS[1]])

@@ -105,20 +105,22 @@ def busiest(ids: np.ndarray, experts: int, ranks: int) -> float:
 def steady(queue: Callable[[int], Any], wait: Callable[[Any], Any], clock: Callable[[], float] = time.perf_counter):
     """Milliseconds a call at steady power: samples of batches of at least 20 ms for 2 s, after 0.5 s of the same.
 
-    A GPU throttles within a tenth of a second of work, so cold figures flatter, and its power limiter swings once a
-    second, by 2 % to either side (two H200s): 2 s are two swings. The next batch is queued before the host waits for
-    the present one: between the first warm call and the last sample the GPU is never idle, and a sample is the time
-    from the end of one batch to the end of the next. At least three, however slow the call.
+    A GPU throttles within a tenth of a second of work, so cold figures flatter, and times were seen to swing about once
+    a second, of the layer by up to 2 % to either side (two H200s): 2 s are two swings. The next batch is queued before
+    the host waits for the present one: between the first warm call and the last sample the GPU is never idle, and a
+    sample is the time from the end of one batch to the end of the next. At least three, however slow the call.
 
     Args:
       queue: queues so many calls, already compiled, and returns something to wait for.
       wait: returns when what `queue` returned is done.
     """
     wait(queue(1))
-    began = clock()
-    wait(queue(1))
-    once = max(clock() - began, 1e-6)
-    calls = math.ceil(BATCH_SECONDS / once)
+    calls = 1
+    for _ in range(2):  # the second time a batch: one call may meet a hiccup of the host
+        began = clock()
+        wait(queue(calls))
+        once = max((clock() - began) / calls, 1e-6)
+        calls = math.ceil(BATCH_SECONDS / once)
     pending, ends = queue(math.ceil(WARM_SECONDS / once)), []
     while len(ends) < FEWEST_SAMPLES or ends[-1] - ends[0] < SAMPLE_SECONDS:
         following = queue(calls)

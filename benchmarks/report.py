@@ -98,13 +98,16 @@ def _rates(report: dict[str, Any]) -> list[str]:
         lines.append(f"MXFP8 has {speeds[0]:.1%} of cuda's speed forward, {speeds[1]:.1%} forward+backward")
     for routing in ("skewed", "remote"):
         name = f"cuda_{routing}"
-        if name in report[DIRECTIONS[0]] and "cuda" in report[DIRECTIONS[0]]:
+        if name in report[DIRECTIONS[0]] and "cuda" in report[DIRECTIONS[0]] and report["routing"] == "uniform":
             costs = [report[d][name]["median_ms"] / report[d]["cuda"]["median_ms"] - 1 for d in DIRECTIONS]
             line = f"{routing} routing costs cuda {costs[0]:+.1%} forward, {costs[1]:+.1%} forward+backward"
-            if routing == "skewed" and report["gpus"] > 1:
-                line += f"; the busiest rank has {report['busiest']:.2f} times the mean's rows"
-            lines.append(line)
+            lines.append(line + (_busiest(report) if routing == "skewed" else ""))
     return lines
+
+
+def _busiest(report: dict[str, Any]) -> str:
+    """What skewed routing costs several ranks is mostly this."""
+    return f"; the busiest rank has {report['busiest']:.2f} times the mean's rows" if report["gpus"] > 1 else ""
 
 
 def _scaling(report: dict[str, Any]) -> list[str]:
@@ -118,8 +121,8 @@ def _scaling(report: dict[str, Any]) -> list[str]:
     if "cuda_alone" in milliseconds:
         shares = [alone / ms for alone, ms in zip(milliseconds["cuda_alone"], mine, strict=True)]
         lines.append(
-            f"R = {report['gpus']} has {shares[0]:.1%} of one GPU's TFLOP/s a GPU forward, {shares[1]:.1%} "
-            "forward+backward"
+            f"R = {report['gpus']}: a GPU has {shares[0]:.1%} of its speed by itself forward, {shares[1]:.1%} "
+            "forward+backward" + (_busiest(report) if report["routing"] == "skewed" else "")
         )
     rivals = [name for name in NCCL if name in milliseconds]
     if rivals:

@@ -106,7 +106,7 @@ def initialize(
     Raises:
       TypeError, ValueError: a mesh without CUDA devices or without the axis, another dtype, sizes out of range, an
         unknown way, or another one than that of the table in force.
-      RuntimeError: some process cannot reach a peer, or did not come; with the reason, on every process.
+      RuntimeError: some process cannot reach a peer, with the reason, on every process; or another one did not come.
     """
     if not isinstance(mesh, Mesh) or mesh.empty:
         raise TypeError(f"distributed.initialize: mesh must be a concrete jax.sharding.Mesh, got {mesh!r}")
@@ -186,7 +186,11 @@ def _check_sizes(who: str, tokens, hidden, top_k, dtype) -> None:
 
 
 def finalize() -> None:
-    """Gives every arena back. On every process of their meshes alike, when no call that uses them is under way."""
+    """Gives every arena back. On every process of their meshes alike, when no call that uses them is under way.
+
+    Raises:
+      RuntimeError: another process did not come.
+    """
     with _lock:
         while _tables:
             _give_back(ops.cuda(), _tables[0])
@@ -197,12 +201,12 @@ def _give_back(module, table: Table, timeout: float = 120.0) -> None:
         module.synchronize(ordinal)
     _meet(f"{table.key}/quiet", table.processes, timeout)  # nobody writes into what is freed next
     module.remove_table(table.id)
+    _tables.remove(table)
     for ordinal, address in table.imported:
         module.arena_close(table.way, ordinal, address)
-    _meet(f"{table.key}/closed", table.processes, timeout)
+    _meet(f"{table.key}/closed", table.processes, timeout)  # else arenas stay: peers may still have them mapped
     for ordinal, address in table.arenas:
         module.arena_free(table.way, ordinal, address)
-    _tables.remove(table)
 
 
 def tables() -> tuple[Table, ...]:
@@ -348,7 +352,7 @@ class _Attempt:
                 _meet(f"{self.key}/closed", self.processes, self.timeout)
         except Exception as error:  # jaxlib raises several types
             print(
-                f"mok_jax: arenas stay until the process ends, since peers may still use them: {error!r}",
+                f"mok_jax: arenas stay until the process ends, since peers may still use them: {error}",
                 file=sys.stderr,
             )
             return
@@ -553,12 +557,13 @@ def _exchange(key: str, value: Any, processes: tuple[int, ...], timeout: float) 
 def _meet(key: str, processes: tuple[int, ...], timeout: float) -> None:
     if len(processes) == 1:
         return
+    client = _client()
     try:
-        _client().wait_at_barrier(key, int(timeout * 1000), list(processes))
+        client.wait_at_barrier(key, int(timeout * 1000), list(processes))
     except Exception as error:  # jaxlib raises several types
         raise RuntimeError(
-            f"mok_jax.distributed: not all of the processes {list(processes)} came within {timeout:g} s to give their "
-            "arenas back; every process of the mesh must call finalize, and initialize with the same sizes, alike"
+            f"mok_jax.distributed: the processes {list(processes)} did not all come to give arenas back; every one "
+            f"must call initialize, with the same sizes, and finalize alike: {str(error).partition(chr(10))[0]}"
         ) from error
 
 

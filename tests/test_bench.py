@@ -182,7 +182,12 @@ def test_steady_samples(milliseconds, samples, batch):
     device = Device(lambda call: milliseconds)
     assert device.steady() == pytest.approx([milliseconds] * samples)
     warm = -(-500 // milliseconds)
-    assert device.calls == 2 + warm + samples * batch
+    assert device.calls == 2 + batch + warm + samples * batch
+
+
+def test_steady_after_a_hiccup():
+    device = Device(lambda call: 30 if call == 1 else 0.05)
+    assert len(device.steady()) == 101
 
 
 def test_steady_leaves_the_device_no_pause():
@@ -559,11 +564,14 @@ def test_table_of_several_gpus():
         "the busiest rank has 1.23 times the mean's rows"
     )
     assert lines[-3] == "remote routing costs cuda +5.0% forward, +10.0% forward+backward"
-    assert lines[-2] == "R = 2 has 95.0% of one GPU's TFLOP/s a GPU forward, 90.0% forward+backward"
+    assert lines[-2] == "R = 2: a GPU has 95.0% of its speed by itself forward, 90.0% forward+backward"
     assert lines[-1] == (
         "times the speed of the best layer over NCCL: 2.40 forward (nccl_dense), 2.17 forward+backward (nccl_ragged), "
         "0.50 backward alone (xla)"
     )
+    skewed = table(report | dict(routing="skewed")).splitlines()
+    assert skewed[-2] == f"{lines[-2]}; the busiest rank has 1.23 times the mean's rows"
+    assert not any("costs" in line for line in skewed)  # of skewed routing against itself
 
 
 # ---- the whole, on this CPU ----

@@ -156,7 +156,10 @@ class Store:
     def wait_at_barrier(self, key, milliseconds, processes):
         with self.lock:
             barrier = self.barriers.setdefault(key, threading.Barrier(len(processes)))
-        barrier.wait(milliseconds / 1000)
+        try:
+            barrier.wait(milliseconds / 1000)
+        except threading.BrokenBarrierError as error:
+            raise RuntimeError("DEADLINE_EXCEEDED\nmore lines") from error
 
 
 class Memory:
@@ -298,18 +301,38 @@ def test_processes_that_ask_for_arenas_of_different_sizes(monkeypatch):
     assert not any(memory.tables or memory.freed for memory in memories)
 
 
+DID_NOT_COME = (
+    "mok_jax.distributed: the processes [0, 1] did not all come to give arenas back; "
+    "every one must call initialize, with the same sizes, and finalize alike: DEADLINE_EXCEEDED"
+)
+
+
 def test_larger_arenas_that_one_process_alone_asks_for(monkeypatch):
     small, memories = processes(monkeypatch, (4,), ("expert",), 2)
     distributed._tables.append(small[0])
     monkeypatch.setitem(globals(), "Memory", lambda process, shared: memories[process])
     results, _ = processes(monkeypatch, (4,), ("expert",), 2, size=(4096, 8192), timeout=0.3)
-    assert results == [
-        small[0],
-        "mok_jax.distributed: not all of the processes [0, 1] came within 0.3 s to give their arenas back; "
-        "every process of the mesh must call finalize, and initialize with the same sizes, alike",
-    ]
+    assert results == [small[0], DID_NOT_COME]
     assert distributed._tables == [small[0]]
     assert all(memory.tables and not memory.freed for memory in memories)
+
+
+def test_what_peers_may_still_have_mapped_is_not_freed(monkeypatch):
+    (table, _), (memory, _) = processes(monkeypatch, (4,), ("expert",), 2)
+    distributed._tables.append(table)
+    monkeypatch.setattr(distributed.ops, "cuda", lambda: memory)
+
+    class Leaves(Store):
+        def wait_at_barrier(self, key, milliseconds, processes):
+            if key.endswith("/closed"):
+                raise RuntimeError("DEADLINE_EXCEEDED")
+
+    monkeypatch.setattr(distributed, "_client", Leaves)
+    with pytest.raises(RuntimeError, match=re.escape(DID_NOT_COME)):
+        distributed.finalize()
+    assert (distributed.tables(), memory.tables, len(memory.closed), memory.freed) == ((), {}, 4, [])
+    distributed.finalize()  # has nothing left to do
+    assert len(memory.closed) == 4
 
 
 def test_processes_outside_the_mesh_are_not_waited_for(monkeypatch):
