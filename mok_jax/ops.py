@@ -470,9 +470,10 @@ def moe_ffi(dims: Dims, place, x, ids, router_weights, experts, shared):
         quantized = tuple((w.forward, w.backward) for w in experts)
         experts = tuple(w.weight for w in experts)
     if shared is None:
-        hidden = x.shape[1]
-        shapes = ((hidden, 0), (hidden, 0), (0, hidden))
-        shared = tuple(jnp.zeros_like(x, shape=shape) for shape in shapes)
+        # Of x, not constants, which a scan's derivative would take out of its loop: as with residuals below, XLA of jax
+        # 0.11.2 crashes on CPU over arrays of size 0 between two shard_maps.
+        none = jax.lax.stop_gradient(x[:0])
+        shared = (none.T, none.T, none)
     return _moe_ffi(dims, place, x, ids, router_weights, (*experts, *shared), quantized)
 
 
