@@ -132,6 +132,19 @@ def test_the_busiest_rank():
     assert protocol.busiest(ids, 64, 2) == pytest.approx(2 * (1 / 4 + 3 / 4 * 27 / 56), abs=0.02)
 
 
+@pytest.mark.parametrize(("name", "routing"), [("cuda_skewed", "uniform"), ("cuda", "skewed"), ("cuda", "uniform")])
+def test_a_report_says_how_busy_the_busiest_rank_is(monkeypatch, name, routing):
+    contender = rivals.CONTENDERS[name]._replace(make=rivals.CONTENDERS["host"].make)  # there is no GPU here
+    monkeypatch.setitem(rivals.CONTENDERS, name, contender)
+    report = {"agreement": {}, "left_out": {}}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("expert",))
+    bench_layer.prepare(report, [name], SMALL, CONFIG, routing, mesh)
+    whole = dataclasses.replace(SMALL, tokens=2 * SMALL.tokens, experts=2 * SMALL.experts)
+    skewed = protocol.busiest(protocol.route(whole, "skewed", 2)[0], whole.experts, 2)
+    assert skewed > 1.1
+    assert report.get("busiest") == (None if (name, routing) == ("cuda", "uniform") else skewed)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_remote_routing_leaves_the_rank(ranks):
     ids, weights = protocol.route(SMALL, "remote", ranks)
